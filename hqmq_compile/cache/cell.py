@@ -1,0 +1,154 @@
+"""What a user-visible cache tensor points to: packed buffers, or a dense tensor the user is editing.
+
+PyTorch slices are views, and a packed slice cannot be one: `keys[..., :-2, :]` of a packed tensor is
+packed buffers of its own. That is unobservable until somebody writes. So cells that were cut from one
+another remember each other, weakly (`kin`), and the first write to one of them, or the first ordinary
+view of it, gives every living one its part of one dense tensor. From then on they are true views. A
+cell whose relatives are gone (`layer.keys = layer.keys[..., :-2, :]`) stays packed.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+
+from .store import PackedKV
+
+log = logging.getLogger("hqmq.cache")
+
+
+class Cell:
+    """Content `[B, H, length, D]` of one `HQMQTensor`; aliases of the tensor share the cell.
+
+    The content is `packed`, or `dense` where that is not None. `packed` is kept meanwhile: what a
+    user only looked at is packed again exactly, without a second quantization.
+    """
+
+    __slots__ = ("__weakref__", "dense", "kin", "packed", "start", "told")
+
+    def __init__(self, packed: PackedKV, dense: torch.Tensor | None = None) -> None:
+        self.packed = packed
+        self.dense = dense
+        self.start = 0  # first slot, counted in the tensor that all kin were cut from
+        self.kin: list[weakref.ref[Cell]] = []  # one list for all cells cut from one tensor
+        self.told = False  # the user knows why this cell stays dense
+
+    @property
+    def is_packed(self) -> bool:
+        return self.dense is None
+
+    def read(self) -> torch.Tensor:
+        """The content as a plain tensor. It may be `dense`: not to be written to, or handed out."""
+        return self.packed.dequantize() if self.dense is None else self.dense
+
+    def relatives(self) -> list[Cell]:
+        """Other living packed cells that must become views of the same memory when this one does."""
+        cells = (ref() for ref in self.kin)
+        return [cell for cell in cells if cell is not None and cell is not self and cell.is_packed]
+
+    def is_alone(self) -> bool:
+        """Nothing else sees this content: no living slice while packed, no view while dense."""
+        if self.dense is None:
+            return not self.relatives()
+        return self._shared_by() is None
+
+    def _shared_by(self) -> str | None:
+        # Our own python reference is not counted; views, numpy arrays and DLPack capsules are.
+        if self.dense._use_count() != 1 or storage_users(self.dense) != 2:
+            return "a view of it is alive"
+        if self.dense.device.type == "cpu" and self.dense.is_shared():
+            return "it is in memory shared with other processes"
+        return None
+
+    def crop(self, first: int, last: int) -> Cell:
+        """Slots first..last-1 of a packed cell, packed."""
+        with torch.inference_mode(False), torch.no_grad():
+            child = Cell(self.packed.crop(first, last))
+        self.kin[:] = [ref for ref in self.kin if ref() is not None] or [weakref.ref(self)]
+        self.kin.append(weakref.ref(child))
+        child.kin, child.start = self.kin, self.start + first
+        return child
+
+    def materialize(self, why: str) -> torch.Tensor:
+        """Make the content dense, in memory shared with all relatives; returns `dense`."""
+        if self.dense is None:
+            log.info("%s materialised a packed cache tensor %s", why, tuple(self.packed.shape))
+            cells = [self, *self.relatives()]
+            # Not inference tensors: the user may edit them outside inference mode later on.
+            with torch.inference_mode(False), torch.no_grad():
+                parts = [cell.packed.dequantize() for cell in cells]
+                if len(cells) > 1:
+                    parts = _overlay(parts, [cell.start for cell in cells])
+            for cell, part in zip(cells, parts, strict=True):
+                cell.dense, cell.kin = part, []
+        return self.dense
+
+    def pack(self) -> bool:
+        """Pack again. False, with one warning, while anything else sees the dense memory."""
+        reason = self._shared_by()
+        if reason is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._encode(self.dense)
+            self.dense = None
+        elif not self.told:
+            log.warning("a cache tensor %s stays dense: %s", tuple(self.dense.shape), reason)
+        self.told = reason is not None
+        return reason is None
+
+    def _encode(self, dense: torch.Tensor) -> None:
+        old = self.packed
+        try:
+            changed = (dense != old.dequantize()).any(dim=3).any(dim=1).any(dim=0)
+        except RuntimeError:  # a branch whose slots a sliding window has overwritten meanwhile
+            changed = None
+        written = None
+        if changed is not None:
+            slots = changed.nonzero()
+            if not slots.numel():
+                return
+            if not old.growing:  # the user's rows belong to the sequence
+                written = max(old.written, int(slots[-1]) + 1)
+        self.packed = PackedKV.from_dense(old.spec, dense, written, growing=old.growing)
+
+    def copy(self) -> Cell:
+        """An independent cell of equal content."""
+        with torch.inference_mode(False), torch.no_grad():
+            return Cell(self.packed.clone(), None if self.dense is None else self.dense.clone())
+
+    def __deepcopy__(self, memo: dict) -> Cell:
+        return memo.setdefault(id(self), self.copy())
+
+    def __reduce__(self):
+        return rebuild_cell, (self.packed.state_dict(), self.dense)
+
+
+def rebuild_cell(packed: dict, dense: torch.Tensor | None) -> Cell:
+    """Unpickle a `Cell`."""
+    return Cell(PackedKV.from_state_dict(packed), dense)
+
+
+def _overlay(parts: list[torch.Tensor], starts: list[int]) -> list[torch.Tensor]:
+    """One dense tensor that spans all `parts` (equal where they overlap); returns its slices."""
+    origin = min(starts)
+    batch, heads, _, dim = parts[0].shape
+    stop = max(start + part.shape[2] for start, part in zip(starts, parts, strict=True))
+    whole = parts[0].new_zeros(batch, heads, stop - origin, dim)
+    slices = []
+    for start, part in zip(starts, parts, strict=True):
+        place = whole[:, :, start - origin : start - origin + part.shape[2]]
+        place.copy_(part)
+        slices.append(same_memory(place))
+    return slices
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of `tensor` that is no view: it keeps the storage, not a base."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """References to the storage of `tensor`: 2 when only `tensor` (and this very look) holds it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,0 +1,205 @@
+"""The custom ops: schemas, shapes for tracing, and dispatch to a kernel or to the reference.
+
+The only door to `kernels/`. Every op takes the eight buffers of a packed cache (`cache/buffers.py`)
+as separate tensors and declares the ones it mutates; the `CacheSpec` travels as a string.
+
+Attention and its cache update are one op (`write_attend`): as two, inductor clones the whole cache
+in some graphs (`graphs.md`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from .cache import attend as _attend
+from .cache import write as _write
+from .cache.buffers import FIELDS, LENGTH, START, Buffers
+from .cache.read import dequantize as _dequantize
+from .codec.spec import CacheSpec
+
+log = logging.getLogger("hqmq.ops")
+
+_library = torch.library.Library("hqmq", "DEF")
+
+
+def _buffer_args(prefix: str, alias: str, mutated: bool) -> str:
+    return ", ".join(
+        f"Tensor({alias}{i}!) {prefix}{name}" if mutated else f"Tensor {prefix}{name}"
+        for i, name in enumerate(Buffers._fields)
+    )
+
+
+_SLOTS = "Tensor? positions, SymInt start, SymInt keep, SymInt limit"
+_ATTEND = (
+    "Tensor? mask, Tensor? sinks, SymInt first, SymInt length, float scale, bool causal, float softcap"
+)
+SCHEMAS = {
+    # tokens [B, H, n, D] go to logical slots `positions` (int [n]), or start..start+n-1; `keep` > 0
+    # leaves only the newest slots; `limit` > 0 is the length of the user's tensor; attention reads
+    # logical slots first..first+length-1, counted before the write.
+    "write_attend": f"(Tensor query, Tensor key, Tensor value, {_SLOTS}, "
+    f"{_buffer_args('key_', 'a', True)}, {_buffer_args('value_', 'b', True)}, {_ATTEND}, "
+    "Tensor? key_median, Tensor? value_median, bool exact, str key_spec, str value_spec, str kernel)"
+    " -> Tensor",
+    "write": f"(Tensor tokens, {_SLOTS}, {_buffer_args('', 'a', True)}, Tensor? median, str spec,"
+    " str kernel) -> ()",
+    "append": f"(Tensor tokens, SymInt keep, {_buffer_args('', 'a', True)}, Tensor? median, str spec,"
+    " str kernel) -> ()",
+    "attend": f"(Tensor query, {_buffer_args('key_', 'a', False)}, {_buffer_args('value_', 'b', False)},"
+    f" {_ATTEND}, str key_spec, str value_spec, str kernel) -> Tensor",
+    "dequantize": f"({_buffer_args('', 'a', False)}, SymInt length, str spec) -> Tensor",
+}
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.needs_fixed_stride_order,))
+
+
+def _implement(name: str):
+    def register(function):
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    log.warning(message)
+
+
+def _use_triton(kernel: str, device: torch.device, spec: CacheSpec) -> bool:
+    """Whether the Triton kernels serve this call; says once why not where a GPU would like them."""
+    if kernel == "torch" or (kernel == "auto" and device.type == "cpu"):
+        return False
+    from .kernels import launch
+
+    reason = launch.why_not(device, spec)
+    if reason:
+        _log_once(f"hqmq: falling back to the plain torch ops: {reason}")
+    return reason is None
+
+
+def _consecutive(positions: torch.Tensor | None, start: int) -> int | None:
+    """The first slot if the slots follow each other, else None."""
+    if positions is None:
+        return start
+    slots = positions.tolist()
+    return slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None
+
+
+@_implement("write_attend")
+def _write_attend(query, key, value, positions, start, keep, limit, *rest):
+    key_buffers, value_buffers = Buffers(*rest[:FIELDS]), Buffers(*rest[FIELDS : 2 * FIELDS])
+    mask, sinks, first, length, scale, causal, softcap = rest[2 * FIELDS : 2 * FIELDS + 7]
+    key_median, value_median, exact, key_spec, value_spec, kernel = rest[2 * FIELDS + 7 :]
+    key_spec, value_spec = CacheSpec.parse(key_spec), CacheSpec.parse(value_spec)
+    options = {"scale": scale, "mask": mask, "causal": causal, "softcap": softcap, "sinks": sinks}
+    if _use_triton(kernel, query.device, key_spec):
+        from .kernels import launch
+
+        return launch.write_attend(
+            query, key, value, positions, start, keep, limit, key_buffers, value_buffers,
+            first, length, key_median, value_median, exact, key_spec, value_spec, **options,
+        )  # fmt: skip
+
+    def store() -> None:
+        for spec, buffers, tokens, median in (
+            (key_spec, key_buffers, key, key_median),
+            (value_spec, value_buffers, value, value_median),
+        ):
+            _write_reference(spec, buffers, tokens, positions, start, keep, limit, median)
+
+    origin = int(key_buffers.state[START])
+    slot = _consecutive(positions, start)
+    fresh = None
+    if exact and slot is not None and key.shape[2] > min(key_spec.window, value_spec.window):
+        fresh = _attend.Fresh(key, value, origin + slot)
+    else:
+        store()
+    out = _attend.attend(
+        query, key_spec, key_buffers, value_spec, value_buffers, origin + first, length,
+        fresh=fresh, **options,
+    )  # fmt: skip
+    if fresh is not None:
+        store()
+    return out
+
+
+def _write_reference(spec, buffers, tokens, positions, start, keep, limit, median) -> None:
+    slot = _consecutive(positions, start)
+    if slot is not None:
+        _write.write(spec, buffers, tokens, slot, keep, median, limit)
+    else:
+        _write.write_slots(spec, buffers, tokens, positions, keep, median, limit)
+
+
+@_implement("write")
+def _write_op(tokens, positions, start, keep, limit, *rest):
+    buffers, (median, spec, kernel) = Buffers(*rest[:FIELDS]), rest[FIELDS:]
+    spec = CacheSpec.parse(spec)
+    if _use_triton(kernel, tokens.device, spec):
+        from .kernels import launch
+
+        launch.write(spec, buffers, tokens, positions, start, keep, limit, median)
+    else:
+        _write_reference(spec, buffers, tokens, positions, start, keep, limit, median)
+
+
+@_implement("append")
+def _append(tokens, keep, *rest):
+    buffers, (median, spec, _) = Buffers(*rest[:FIELDS]), rest[FIELDS:]
+    state = buffers.state.tolist()
+    _write.write(
+        CacheSpec.parse(spec), buffers, tokens, state[LENGTH] - state[START], keep, median
+    )
+
+
+@_implement("attend")
+def _attend_op(query, *rest):
+    key_buffers, value_buffers = Buffers(*rest[:FIELDS]), Buffers(*rest[FIELDS : 2 * FIELDS])
+    mask, sinks, first, length, scale, causal, softcap, key_spec, value_spec, kernel = rest[
+        2 * FIELDS :
+    ]
+    key_spec, value_spec = CacheSpec.parse(key_spec), CacheSpec.parse(value_spec)
+    options = {"scale": scale, "mask": mask, "causal": causal, "softcap": softcap, "sinks": sinks}
+    if _use_triton(kernel, query.device, key_spec):
+        from .kernels import launch
+
+        return launch.attend(
+            query, key_spec, key_buffers, value_spec, value_buffers, first, length, **options
+        )
+    origin = int(key_buffers.state[START])
+    return _attend.attend(
+        query, key_spec, key_buffers, value_spec, value_buffers, origin + first, length, **options
+    )
+
+
+@_implement("dequantize")
+def _dequantize_op(*args):
+    return _dequantize(CacheSpec.parse(args[-1]), Buffers(*args[:FIELDS]), args[-2])
+
+
+# -- shapes for tracing ----------------------------------------------------------------------------
+@torch.library.register_fake("hqmq::write_attend", lib=_library)
+def _(query, key, value, *rest):
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@torch.library.register_fake("hqmq::attend", lib=_library)
+def _(query, *rest):
+    value_spec = CacheSpec.parse(rest[-2])
+    return query.new_empty((*query.shape[:-1], value_spec.head_dim))
+
+
+@torch.library.register_fake("hqmq::write", lib=_library)
+@torch.library.register_fake("hqmq::append", lib=_library)
+def _(*args):
+    return None
+
+
+@torch.library.register_fake("hqmq::dequantize", lib=_library)
+def _(*args):
+    spec, codes = CacheSpec.parse(args[-1]), args[0]
+    return codes.new_empty((*codes.shape[:2], args[-2], spec.head_dim), dtype=spec.torch_dtype)

@@ -1,0 +1,194 @@
+"""One compiled graph at run time: bind the caches, call, wrap the outputs (O(1) in the context).
+
+    user's tensor            what happens to it
+    HQMQTensor, packed       its buffers are passed in
+    HQMQTensor, materialised packed again, if nothing aliases it
+    plain tensor             quantized, and swapped in place for an HQMQTensor, if nothing aliases it
+    none (born here)         an empty packed store is made
+
+If a cache that the graph writes in place cannot be packed, the graph runs as the user wrote it, and a
+warning says why: at no moment is a wrong number returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .cache.adopt import adopt, exclusive, swap_out
+from .cache.store import PackedKV
+from .cache.tensor import HQMQTensor
+from .explain import GraphReport
+from .passes.normalize import PlaceholderInfo
+from .passes.pipeline import Result
+from .passes.rewrite import Binding
+
+log = logging.getLogger("hqmq.runtime")
+
+
+class NotAdoptable(Exception):
+    """Why a cache of this call cannot be packed."""
+
+
+class CompiledGraph:
+    """Callable that Dynamo runs in place of a rewritten graph."""
+
+    def __init__(self, result: Result, compiled: Callable, report: GraphReport) -> None:
+        self.result = result
+        self.rewritten = result.rewritten
+        self.compiled = compiled
+        self.report = report
+        self.sizes = Sizes(result.infos)
+        self._warned: set[str] = set()
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        try:
+            stores = [self._bind(i, b, args) for i, b in enumerate(self.rewritten.bindings)]
+        except NotAdoptable as reason:
+            return self._run_original(args, str(reason))
+        inputs = [args[i] for i in self.rewritten.kept_args]
+        if self.rewritten.blocks is not None:
+            inputs.append(self._common_blocks(stores))
+        for store in stores:
+            inputs.extend(store.buffers)
+        results = self.compiled(*inputs)
+        return self._outputs(results, stores, args)
+
+    # -- before the call -------------------------------------------------------------------------
+    def _bind(self, index: int, binding: Binding, args: Sequence[Any]) -> PackedKV:
+        if binding.arg is None:
+            batch, heads, length = self.sizes(args, binding.batch, binding.heads, binding.length)
+            device = self.rewritten.extra_inputs[-1].device
+            store = PackedKV.empty(
+                binding.spec, batch, heads, length, growing=binding.growing, device=device
+            )
+        else:
+            store = self._store_of(index, binding, args)
+        if binding.growing:
+            (count,) = self.sizes(args, binding.count)
+            store.prepare_append(count)
+        return store
+
+    def _store_of(self, index: int, binding: Binding, args: Sequence[Any]) -> PackedKV:
+        tensor = args[binding.arg]
+        if isinstance(tensor, HQMQTensor):
+            if not tensor.is_packed and not tensor.repack():
+                raise NotAdoptable(f"{binding.source} was unpacked and something still views it")
+            store = tensor.packed
+            if store.spec == binding.spec:
+                return store
+            # Packed by another model or config: pack anew under ours.
+            dense, written = store.dequantize(), None if binding.growing else store.written
+            tensor._replace(PackedKV.from_dense(binding.spec, dense, written, growing=store.growing))
+            return tensor.packed
+        if binding.growing:
+            # The graph does not write this tensor, so a copy is as good where something aliases it.
+            if exclusive(tensor) is not None:
+                return PackedKV.from_dense(binding.spec, tensor, growing=True)
+            adopt(tensor, binding.spec, None, growing=True)
+            return tensor.packed
+        reason = exclusive(tensor)
+        if reason is not None:
+            raise NotAdoptable(f"{binding.source}: {reason}")
+        start = self.result.starts[index]
+        if start is None:
+            raise NotAdoptable(f"{binding.source}: the slots written depend on more than integers")
+        log.info("hqmq: packing %s in place", binding.source)
+        adopt(tensor, binding.spec, start(list(args)))
+        return tensor.packed
+
+    def _common_blocks(self, stores: list[PackedKV]) -> int:
+        """Give all stores of changing capacity the same number of blocks: one size symbol."""
+        changing = [
+            s
+            for s, b in zip(stores, self.rewritten.bindings, strict=True)
+            if isinstance(b.blocks, torch.SymInt)
+        ]
+        blocks = max(s.blocks for s in changing)
+        for store in changing:
+            if store.blocks != blocks:
+                store.reserve(blocks)
+        return blocks
+
+    # -- after the call --------------------------------------------------------------------------
+    def _outputs(self, results: Sequence[Any], stores: list[PackedKV], args: Sequence[Any]):
+        outputs: list[Any] = [None if i is None else results[i] for i in self.rewritten.kept_outputs]
+        live = []
+        for binding, store in zip(self.rewritten.bindings, stores, strict=True):
+            if binding.growing:
+                count, keep = self.sizes(args, binding.count, binding.keep)
+                tensor = HQMQTensor(store.appended(count, keep))
+            elif binding.arg is None:
+                tensor = HQMQTensor(store)
+            else:
+                tensor = args[binding.arg]
+            for place in binding.outputs:
+                outputs[place] = tensor
+            live.append(weakref.ref(tensor))
+        self.report.live = live
+        return tuple(outputs)
+
+    def _run_original(self, args: Sequence[Any], reason: str) -> Sequence[Any]:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("hqmq: this call runs without compression: %s", reason)
+        self.report.fallback = reason
+        args = list(args)
+        for binding in self.rewritten.bindings:
+            if binding.arg is not None and isinstance(args[binding.arg], HQMQTensor):
+                args[binding.arg] = args[binding.arg].materialize(reason)
+        with torch.no_grad():
+            return self.result.original(*args)
+
+
+class UnmatchedGraph:
+    """A graph without a match that met packed caches: they become plain tensors again, then it runs."""
+
+    def __init__(self, compile_plain: Callable[[Sequence[Any]], Callable], reason: str) -> None:
+        self.compile_plain, self.reason = compile_plain, reason
+        self.compiled: Callable | None = None
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        for arg in args:
+            if isinstance(arg, HQMQTensor):
+                log.warning("hqmq: unpacking a cache for a graph without a match: %s", self.reason)
+                swap_out(arg)
+        if self.compiled is None:
+            self.compiled = self.compile_plain(args)
+        return self.compiled(*args)
+
+
+class Sizes:
+    """Evaluates the symbolic sizes of a graph from its arguments."""
+
+    def __init__(self, infos: list[PlaceholderInfo]) -> None:
+        self.places: dict[Any, tuple[int, int | None]] = {}
+        for info in infos:
+            if isinstance(info.value, torch.SymInt):
+                self._note(info.value, info.index, None)
+            elif isinstance(info.value, torch.Tensor):
+                for dim, size in enumerate(info.value.shape):
+                    self._note(size, info.index, dim)
+
+    def _note(self, size: Any, index: int, dim: int | None) -> None:
+        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+            self.places.setdefault(size.node.expr, (index, dim))
+
+    def __call__(self, args: Sequence[Any], *sizes: int | torch.SymInt) -> list[int]:
+        return [s if isinstance(s, int) else self._evaluate(s.node.expr, args) for s in sizes]
+
+    def _evaluate(self, expr: Any, args: Sequence[Any]) -> int:
+        if expr.is_Integer:
+            return int(expr)
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        env = {}
+        for symbol in expr.free_symbols:
+            index, dim = self.places[symbol]
+            env[symbol] = args[index] if dim is None else args[index].shape[dim]
+        return int(sympy_interp(PythonReferenceAnalysis, env, expr))

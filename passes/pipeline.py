@@ -1,0 +1,124 @@
+"""The passes in their order, with the time each took and what it found.
+
+    normalize        pre-dispatch ATen of a copy of the Dynamo graph
+    find_attention   every attention, in canonical form
+    find_caches      every KV cache: its kind, its write, its readers
+    med3x            the chunk-norm median as a reduction of the graph (called by rewrite, per cache)
+    rewrite          attention + writes become one `hqmq::write_attend`
+    cleanup          dead masks, views, casts
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from ..config import HQMQConfig
+from .cleanup import cleanup
+from .find_attention import find_attention
+from .find_caches import find_caches
+from .graph_types import Match
+from .normalize import PlaceholderInfo, normalize
+from .rewrite import Rewritten, layer_of, rewrite
+from .slots import start_evaluator
+
+log = logging.getLogger("hqmq.passes")
+
+
+@dataclasses.dataclass(eq=False)
+class Result:
+    """What the pipeline made of one graph.
+
+    Attributes:
+        original: the normalised graph, not rewritten: what runs when a cache cannot be adopted.
+        infos: one per input of the Dynamo graph.
+        matches: every attention, and every tensor that looks like a cache; `reason` says why one was
+            left alone.
+        rewritten: None when nothing matched.
+        starts: per binding, a function from the arguments to the first slot written, or None.
+        seconds: time of each pass.
+    """
+
+    original: GraphModule
+    infos: list[PlaceholderInfo]
+    matches: list[Match]
+    rewritten: Rewritten | None
+    starts: list[Callable[[list[Any]], int] | None]
+    seconds: dict[str, float]
+
+
+def run(gm: GraphModule, config: HQMQConfig, *, analyze_only: bool = False) -> Result:
+    """Run all passes on a copy of the Dynamo graph `gm`."""
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, function, *args):
+        begin = time.perf_counter()
+        result = function(*args)
+        seconds[name] = time.perf_counter() - begin
+        log.debug("%s: %.1f ms", name, 1e3 * seconds[name])
+        return result
+
+    traced, infos = timed("normalize", normalize, gm)
+    attentions = timed("find_attention", find_attention, traced.graph)
+    matches = timed("find_caches", find_caches, traced.graph, attentions)
+    _apply_policy(matches, config)
+    found = sum(m.reason is None for m in matches)
+    log.debug("matched %d of %d", found, len(matches))
+    if not found or analyze_only:
+        return Result(traced, infos, matches, None, [], seconds)
+    original = _copy(traced)
+    by_name = {node.name: node for node in original.graph.nodes}
+    log.debug("before the rewrite:\n%s", traced.graph)
+    rewritten = timed("rewrite", rewrite, traced, infos, matches, config)
+    timed("cleanup", cleanup, rewritten.module)
+    log.debug("after the rewrite:\n%s", rewritten.module.graph)
+    starts = [
+        start_evaluator(original, b.start if isinstance(b.start, int) else by_name[b.start.name])
+        for b in rewritten.bindings
+    ]
+    return Result(original, infos, matches, rewritten, starts, seconds)
+
+
+def uuid(config: HQMQConfig) -> str:
+    """Hash of the sources of all passes and of the config: a key for anything cached downstream."""
+    digest = hashlib.sha256(config.to_json().encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _copy(module: GraphModule) -> GraphModule:
+    graph, env = Graph(), {}
+    output = graph.graph_copy(module.graph, env)
+    graph.output(output)
+    for old, new in env.items():
+        new.meta = copy.copy(old.meta)
+    return GraphModule(module, graph)
+
+
+def _apply_policy(matches: list[Match], config: HQMQConfig) -> None:
+    """What the config, or the state of the art here, leaves out."""
+    for order, match in enumerate(matches):
+        if match.reason is not None or match.key is None:
+            continue
+        if match.shared:
+            match.reason = "several attentions read this cache (not supported yet)"
+            continue
+        layer = layer_of(match, order)
+        if layer in config.layers and config.layers[layer] is None:
+            match.reason = f"layer {layer} is excluded by config.layers"
+            continue
+        for write in (match.key, match.value):
+            value = write.tokens.meta["val"]
+            try:
+                config.spec("key", value.shape[-1], value.dtype, layer)
+            except ValueError as error:
+                match.reason = str(error)

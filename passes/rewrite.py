@@ -1,0 +1,308 @@
+"""Fifth pass: each matched attention and its cache writes become one `hqmq::write_attend`.
+
+The cache's placeholder is replaced by the eight buffers of its packed store (`cache/buffers.py`),
+which the op mutates. A cache that is born in the graph becomes an input as well: the caller makes the
+empty store, so no 16-bit cache is ever allocated. Graph outputs that were the updated cache are
+dropped; the caller puts an `HQMQTensor` in their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch._dynamo.source import AttrSource, LocalSource
+from torch.fx import Graph, GraphModule, Node
+
+from ..cache.buffers import Buffers, growing_blocks, shapes, static_blocks
+from ..codec.spec import CacheSpec
+from ..config import HQMQConfig
+from . import med3x
+from .graph_types import BORN, GROWING, CacheWrite, Match
+from .normalize import PlaceholderInfo, output_args
+
+Symbolic = int | torch.SymInt
+
+
+@dataclasses.dataclass(eq=False)
+class Binding:
+    """One packed cache of a rewritten graph: what the caller passes in and puts out.
+
+    Sizes are ints, or SymInts over the sizes of the graph's inputs.
+
+    Attributes:
+        spec: codec and layout.
+        arg: index of the user's cache tensor in the original arguments; None for a cache born here.
+        growing: the cache is returned longer (kind 3) instead of written in place.
+        batch, heads, length: logical shape before the call (after it, for a static cache born here).
+        count: tokens written.
+        keep: slots kept afterwards, or 0.
+        blocks: blocks of capacity that the graph was traced with; a SymInt where they may change.
+        outputs: places in the original output tuple where the updated cache stood.
+        start: node of the *normalised* graph with the positions written, or an int (for adoption).
+        source: Dynamo source of the user's tensor, for messages.
+    """
+
+    spec: CacheSpec
+    arg: int | None
+    growing: bool
+    batch: Symbolic
+    heads: Symbolic
+    length: Symbolic
+    count: Symbolic
+    keep: Symbolic
+    blocks: Symbolic
+    outputs: list[int]
+    start: Node | int
+    source: str
+
+
+@dataclasses.dataclass(eq=False)
+class Rewritten:
+    """A rewritten graph and how to call it: the kept arguments, `blocks` if any cache is of changing
+    size, then eight buffers a binding."""
+
+    module: GraphModule
+    bindings: list[Binding]
+    kept_args: list[int]
+    kept_outputs: list[int | None]  # per original output: its place now, or None if it was a cache
+    blocks: torch.SymInt | None
+    extra_inputs: list[Any]  # example values of the inputs behind the kept ones
+
+
+def rewrite(
+    traced: GraphModule,
+    infos: list[PlaceholderInfo],
+    matches: list[Match],
+    config: HQMQConfig,
+) -> Rewritten:
+    """Rewrite every match without a `reason`, in place. `traced` is consumed."""
+    return _Rewriter(traced, infos, config).run([m for m in matches if m.reason is None])
+
+
+def layer_of(match: Match, fallback: int) -> int:
+    """Layer number: from the cache's source (`layers[3]`) or the module path (`layers.3.`)."""
+    for text in (match.source_name, match.attention.module if match.attention else ""):
+        found = re.findall(r"(?:layers|h|blocks|block|layer)(?:\[|\.|\._modules\[')(\d+)", text)
+        if found:
+            return int(found[-1])
+    return fallback
+
+
+class _Rewriter:
+    def __init__(self, traced: GraphModule, infos: list[PlaceholderInfo], config: HQMQConfig):
+        self.traced, self.graph, self.config = traced, traced.graph, config
+        self.infos = infos
+        self.placeholders: list[Node] = traced.graph.find_nodes(op="placeholder")
+        self.fake_mode = next(
+            v.fake_mode
+            for v in (n.meta["val"] for n in self.placeholders)
+            if isinstance(v, torch._subclasses.fake_tensor.FakeTensor)
+        )
+        self.bindings: list[Binding] = []
+        self.buffers: dict[CacheWrite, list[Node]] = {}
+        self.blocks: torch.SymInt | None = None
+        self.blocks_node: Node | None = None
+        self.extra_inputs: list[Any] = []
+        self.last_placeholder = self.placeholders[-1]
+
+    def run(self, matches: list[Match]) -> Rewritten:
+        for order, match in enumerate(matches):
+            layer = layer_of(match, order)
+            for role, write in (("key", match.key), ("value", match.value)):
+                self.bind(match, write, role, layer)
+        for match in matches:
+            self.replace(match)
+        kept_outputs = self.drop_outputs()
+        kept_args = self.drop_cache_inputs(matches)
+        self.graph.lint()
+        return Rewritten(
+            self.traced, self.bindings, kept_args, kept_outputs, self.blocks, self.extra_inputs
+        )
+
+    # -- inputs ----------------------------------------------------------------------------------
+    def placeholder(self, name: str, value: Any, source) -> Node:
+        with self.graph.inserting_after(self.last_placeholder):
+            node = self.graph.placeholder(name)
+        node.meta["val"] = value
+        node._dynamo_source = source
+        if isinstance(value, torch.Tensor):
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        self.last_placeholder = node
+        self.extra_inputs.append(value)
+        return node
+
+    def block_count(self, hint: int) -> torch.SymInt:
+        """One size symbol for all caches whose capacity may change between calls."""
+        if self.blocks is None:
+            from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+            env = self.fake_mode.shape_env
+            source = LocalSource("hqmq_blocks")
+            symbol = env.create_symbol(max(hint, 2), source, DimDynamic.DYNAMIC)
+            self.blocks = env.create_symintnode(symbol, hint=max(hint, 2), source=source)
+        return self.blocks
+
+    def bind(self, match: Match, write: CacheWrite, role: str, layer: int) -> None:
+        tokens = write.tokens.meta["val"]
+        batch, heads, count, head_dim = tokens.shape
+        growing = write.write_kind == GROWING
+        arg = self.placeholders.index(write.past) if write.past is not None else None
+        cache = write.past if write.past is not None else write.born
+        length = cache.meta["val"].shape[2] if cache is not None else 0
+        spec = self.config.spec(role, head_dim, tokens.dtype, layer)
+        if growing:
+            hint = growing_blocks(spec, _hint(length) + _hint(count))
+            blocks = self.block_count(hint)
+        else:
+            blocks = static_blocks(spec, length)
+            if isinstance(blocks, torch.SymInt):
+                blocks = self.block_count(_hint(blocks))
+        with self.fake_mode:
+            values = [
+                torch.empty(shape, dtype=dtype, device=tokens.device)
+                for shape, dtype in shapes(spec, batch, heads, blocks)
+            ]
+        if arg is not None:
+            base = self.infos[arg]
+            name, source = base.name, getattr(write.past, "_dynamo_source", None)
+        else:
+            name, source = f"born_{len(self.bindings)}", None
+        source = source or LocalSource(f"hqmq_{name}")
+        if isinstance(blocks, torch.SymInt) and self.blocks_node is None:
+            self.blocks_node = self.placeholder(
+                "hqmq_blocks", self.blocks, LocalSource("hqmq_blocks")
+            )
+        nodes = [
+            self.placeholder(f"{name}_{field}", value, AttrSource(source, f"hqmq_{field}"))
+            for field, value in zip(Buffers._fields, values, strict=True)
+        ]
+        self.buffers[write] = nodes
+        start = write.positions if write.positions is not None else write.start
+        self.bindings.append(
+            Binding(
+                spec=spec,
+                arg=arg,
+                growing=growing,
+                batch=batch,
+                heads=heads,
+                length=length,
+                count=count,
+                keep=_value(write.keep) or 0,
+                blocks=blocks,
+                outputs=list(write.outputs),
+                start=start if start is not None else 0,
+                source=match.source_name or name,
+            )
+        )
+
+    # -- the fused op ----------------------------------------------------------------------------
+    def replace(self, match: Match) -> None:
+        attention, key, value = match.attention, match.key, match.value
+        head_dim = attention.query.meta["val"].shape[-1]
+        specs = {b: s for b, s in zip((key, value), self._specs(key, value), strict=True)}
+        with self.graph.inserting_before(attention.node):
+            medians = [
+                med3x.insert(self.graph, specs[w], w.tokens, self.buffers[w]) for w in (key, value)
+            ]
+            limit = 0 if key.write_kind == GROWING else self._length(key)
+            node = self.graph.call_function(
+                torch.ops.hqmq.write_attend.default,
+                (
+                    attention.query,
+                    key.tokens,
+                    value.tokens,
+                    key.positions,
+                    key.start if key.positions is None else 0,
+                    key.keep or 0,
+                    limit if not key.keep else 0,
+                    *self.buffers[key],
+                    *self.buffers[value],
+                    attention.mask,
+                    attention.sinks,
+                    match.first,
+                    match.length,
+                    float(attention.scale or head_dim**-0.5),
+                    bool(attention.causal),
+                    float(attention.softcap or 0.0),
+                    *medians,
+                    self.config.prefill == "exact",
+                    str(specs[key]),
+                    str(specs[value]),
+                    str(self.config.kernel.value),
+                ),
+            )
+        node.meta = {k: v for k, v in attention.node.meta.items() if k != "eager_input_vals"}
+        attention.node.replace_all_uses_with(node)
+
+    def _specs(self, *writes: CacheWrite) -> list[CacheSpec]:
+        order = list(self.buffers)
+        return [self.bindings[order.index(w)].spec for w in writes]
+
+    def _length(self, write: CacheWrite) -> Any:
+        cache = write.past if write.past is not None else write.born
+        length = cache.meta["val"].shape[2]
+        return length if isinstance(length, int) else self._size_node(length)
+
+    def _size_node(self, value: torch.SymInt) -> Node | int:
+        """A node that holds the value of a symbolic size, if a scalar input does."""
+        for node in self.graph.find_nodes(op="placeholder"):
+            held = node.meta.get("val")
+            if isinstance(held, torch.SymInt) and held.node.expr == value.node.expr:
+                return node
+        return 0  # unknown: the op does not check the upper bound
+
+    # -- outputs and leftovers -------------------------------------------------------------------
+    def drop_outputs(self) -> list[int | None]:
+        outputs = output_args(self.graph)
+        gone = {place for binding in self.bindings for place in binding.outputs}
+        kept, places = [], []
+        for i, node in enumerate(outputs):
+            places.append(None if i in gone else len(kept))
+            if i not in gone:
+                kept.append(node)
+        (output,) = self.graph.find_nodes(op="output")
+        output.args = (tuple(kept),)
+        return places
+
+    def drop_cache_inputs(self, matches: list[Match]) -> list[int]:
+        writes = list(self.buffers)
+        for write in writes:
+            for node in write.erase:
+                if not node.users and not node._erased:
+                    self.graph.erase_node(node)
+        self.graph.eliminate_dead_code()
+        for write in writes:
+            for node in write.erase:
+                if not node._erased and not node.users:
+                    self.graph.erase_node(node)
+        self.graph.eliminate_dead_code()
+        caches = {write.past for write in writes if write.past is not None}
+        for cache in caches:
+            for user in list(cache.users):
+                if user.target is torch.ops.aten.sym_size.int:
+                    size = user.meta["val"]
+                    user.replace_all_uses_with(size if isinstance(size, int) else self._size_node(size))
+                    self.graph.erase_node(user)
+            if cache.users:
+                raise RuntimeError(f"hqmq: cache {cache.name} still read by {list(cache.users)}")
+            self.graph.erase_node(cache)
+        return [i for i, node in enumerate(self.placeholders) if node not in caches]
+
+
+def _hint(value: Symbolic) -> int:
+    return value if isinstance(value, int) else value.node.hint
+
+
+def _value(scalar: Node | int | None) -> Symbolic | None:
+    return scalar.meta["val"] if isinstance(scalar, Node) else scalar
+
+
+def is_born(write: CacheWrite) -> bool:
+    return write.kind == BORN or write.past is None
+
+
+def graph_of(module: GraphModule) -> Graph:
+    return module.graph
