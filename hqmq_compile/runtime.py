@@ -62,9 +62,8 @@ class CompiledGraph:
     def _bind(self, index: int, binding: Binding, args: Sequence[Any]) -> PackedKV:
         if binding.arg is None:
             batch, heads, length = self.sizes(args, binding.batch, binding.heads, binding.length)
-            device = self.rewritten.extra_inputs[-1].device
             store = PackedKV.empty(
-                binding.spec, batch, heads, length, growing=binding.growing, device=device
+                binding.spec, batch, heads, length, growing=binding.growing, device=binding.device
             )
         else:
             store = self._store_of(index, binding, args)

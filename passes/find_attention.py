@@ -106,7 +106,7 @@ def _from_softmax(softmax: Node) -> Attention | None:
     up, down = _product_above(softmax), _product_below(softmax)
     if up is None or down is None:
         return None
-    attention = Attention(down, "eager")
+    attention = Attention(down, "eager", nodes=[up, softmax, down])
     try:
         if arg(softmax, "dim") not in (-1, rank(softmax) - 1):
             raise _Unsupported("softmax is not over the last dim")

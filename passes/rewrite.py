@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch._dynamo.source import AttrSource, LocalSource
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from ..cache.buffers import Buffers, growing_blocks, shapes, static_blocks
 from ..codec.spec import CacheSpec
 from ..config import HQMQConfig
 from . import med3x
-from .graph_types import BORN, GROWING, CacheWrite, Match
+from .graph_types import GROWING, CacheWrite, Match
 from .normalize import PlaceholderInfo, output_args
 
 Symbolic = int | torch.SymInt
@@ -42,6 +42,7 @@ class Binding:
         blocks: blocks of capacity that the graph was traced with; a SymInt where they may change.
         outputs: places in the original output tuple where the updated cache stood.
         start: node of the *normalised* graph with the positions written, or an int (for adoption).
+        device: where the cache lives.
         source: Dynamo source of the user's tensor, for messages.
     """
 
@@ -56,6 +57,7 @@ class Binding:
     blocks: Symbolic
     outputs: list[int]
     start: Node | int
+    device: torch.device
     source: str
 
 
@@ -116,7 +118,7 @@ class _Rewriter:
         for match in matches:
             self.replace(match)
         kept_outputs = self.drop_outputs()
-        kept_args = self.drop_cache_inputs(matches)
+        kept_args = self.drop_cache_inputs()
         self.graph.lint()
         return Rewritten(
             self.traced, self.bindings, kept_args, kept_outputs, self.blocks, self.extra_inputs
@@ -194,6 +196,7 @@ class _Rewriter:
                 blocks=blocks,
                 outputs=list(write.outputs),
                 start=start if start is not None else 0,
+                device=tokens.device,
                 source=match.source_name or name,
             )
         )
@@ -267,7 +270,7 @@ class _Rewriter:
         output.args = (tuple(kept),)
         return places
 
-    def drop_cache_inputs(self, matches: list[Match]) -> list[int]:
+    def drop_cache_inputs(self) -> list[int]:
         writes = list(self.buffers)
         for write in writes:
             for node in write.erase:
@@ -299,10 +302,3 @@ def _hint(value: Symbolic) -> int:
 def _value(scalar: Node | int | None) -> Symbolic | None:
     return scalar.meta["val"] if isinstance(scalar, Node) else scalar
 
-
-def is_born(write: CacheWrite) -> bool:
-    return write.kind == BORN or write.past is None
-
-
-def graph_of(module: GraphModule) -> Graph:
-    return module.graph

@@ -88,11 +88,6 @@ def _store_blocks(
     """Encode whole blocks (`values` `[B, H, m * block, D]`, slots from `first`) into their places."""
     blocks = buffers.capacity // spec.block
     count = values.shape[2] // spec.block
-    if count > AT_ONCE:
-        for a in range(0, count, AT_ONCE):
-            rows = slice(a * spec.block, min(a + AT_ONCE, count) * spec.block)
-            _store_blocks(spec, buffers, first + rows.start, values[:, :, rows], state)
-        return
     ids = block_ids(first // spec.block, first // spec.block + count, blocks, values.device)
     mean = buffers.means.float() if spec.center == "first" else None
     out = encode_blocks(
@@ -172,9 +167,10 @@ def _write_windowed(spec, buffers, tokens, slot, keep, state) -> None:
     _check_room(spec, buffers, start, packed)
     # Blocks that the window has already left behind are not worth packing.
     first = max(state[PACKED], start // spec.block * spec.block)
-    if first < packed:
-        values = _content(spec, buffers, first, packed, tokens, slot, state)
-        _store_blocks(spec, buffers, first, values, state)
+    for a in range(first, packed, AT_ONCE * spec.block):
+        b = min(a + AT_ONCE * spec.block, packed)
+        values = _content(spec, buffers, a, b, tokens, slot, state)
+        _store_blocks(spec, buffers, a, values, state)
     newest = max(packed, slot)
     _write_ring(spec, buffers, newest, tokens[:, :, newest - slot :])
     _write_sinks(spec, buffers, slot, tokens)
@@ -204,9 +200,11 @@ def write_beyond(spec: CacheSpec, buffers: Buffers, dense: torch.Tensor, written
     state = buffers.state.tolist()
     length = dense.shape[2]
     if spec.window:
-        first = written // spec.block * spec.block
-        tail = torch.nn.functional.pad(dense[:, :, first:], (0, 0, 0, -length % spec.block))
-        _store_blocks(spec, buffers, first, tail, state)
+        step = AT_ONCE * spec.block
+        for a in range(written // spec.block * spec.block, length, step):
+            tail = dense[:, :, a : a + step]
+            tail = torch.nn.functional.pad(tail, (0, 0, 0, -tail.shape[2] % spec.block))
+            _store_blocks(spec, buffers, a, tail, state)
     else:
         encode_now(spec, buffers, dense[:, :, written:], written, state)
     state[EXTENT] = max(state[EXTENT], length)
