@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="samples of an iteration (default: by size)")
     parser.add_argument("--out", type=Path, default=codebook._FOLDER)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the work is many small operations
     args.out.mkdir(parents=True, exist_ok=True)
     test = codebook.random_units(100_000, torch.Generator().manual_seed(99)).float()
     for size in args.sizes:

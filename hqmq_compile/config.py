@@ -34,15 +34,13 @@ from hqmq_compile.codec.spec import CHUNK, CacheSpec
 CACHE_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-class HQMQKernelPreference(str, enum.Enum):
+class HQMQKernelPreference(enum.StrEnum):
     """Who computes the fused ops. Not named as torchao's enum, which its loader finds by name."""
 
     AUTO = "auto"  # Gluon on Hopper, else Triton on a GPU, else torch
     GLUON = "gluon"
     TRITON = "triton"
     TORCH = "torch"
-
-    __str__ = str.__str__
 
 
 KernelPreference = HQMQKernelPreference

@@ -70,8 +70,8 @@ def attend_kernel(
     fresh_slot = start_slot
     if FRESH:
         fresh_slot += first_slot(positions, start, HAS_POSITIONS)
-    _, k_packed, k_length, k_extent = load_state(key.state)
-    _, v_packed, v_length, v_extent = load_state(value.state)
+    k_start, k_packed, k_length, k_extent = load_state(key.state)
+    v_start, v_packed, v_length, v_extent = load_state(value.state)
 
     seen = tl.zeros([], tl.int32) + length
     if CAUSAL:
@@ -83,7 +83,8 @@ def attend_kernel(
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc0 = tl.zeros([ROWS, V.pad], tl.float32)
+    VPAD: tl.constexpr = V.pad
+    acc0 = tl.zeros([ROWS, VPAD], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     r = tl.arange(0, T)
     m_at = mask + b.to(tl.int64) * mask_strides[0]
@@ -140,7 +141,7 @@ def attend_kernel(
                     m0, m1, m2, m3 = load_mean(value, bh, value_capacity, tile, V)
                     v0, v1, v2, v3 = add_mean(v0, v1, v2, v3, m0, m1, m2, m3, centered)
             if FRESH:
-                v0, v1, v2, v3, _ = overlay_tokens(
+                v0, v1, v2, v3, replaced = overlay_tokens(
                     v0, v1, v2, v3, value_tokens, value_strides, b, head, tile, fresh_slot, n, V, T
                 )
             acc0 = tl.dot(weight, v0, acc0 * shrink[:, None], input_precision=PRECISION)

@@ -58,6 +58,11 @@ class Layout:
         return 4 * self.chunks
 
     @property
+    def block_steps(self) -> int:
+        """Halvings of a block."""
+        return self.block.bit_length() - 1
+
+    @property
     def pool_pad(self) -> int:
         """Power of two above `pool` (one bin more, for "none"), for histograms."""
         return max(128, triton.next_power_of_2(self.pool + 1))
@@ -223,10 +228,11 @@ def load_vector4(base, CHUNKS: tl.constexpr, PAD: tl.constexpr):
 @triton.jit
 def load_words(codes, rows, live, L: tl.constexpr):
     """Words `[T, PAD]` int32 of packed rows (int64 row numbers `[T]`); 0 where not live."""
-    c = tl.arange(0, L.pad)[None, :]
+    PAD: tl.constexpr = L.pad
+    c = tl.arange(0, PAD)[None, :]
     row = codes + rows[:, None] * L.row_bytes
     mask = live[:, None] & (c < L.chunks)
-    word = tl.zeros([rows.shape[0], L.pad], tl.int32)
+    word = tl.zeros([rows.shape[0], PAD], tl.int32)
     if L.word_bits & 16:
         if L.row_bytes % 2 == 0:
             field = tl.load(row.to(tl.pointer_type(tl.int16)) + c, mask=mask, other=0)
@@ -264,7 +270,8 @@ def outlier_mask(word, filled, L: tl.constexpr):
     if L.flag == "bit":
         return (word >> (L.radius_bits + L.index_bits)) != 0
     else:
-        inside = tl.arange(0, L.pad)[None, :] < L.chunks
+        PAD: tl.constexpr = L.pad
+        inside = tl.arange(0, PAD)[None, :] < L.chunks
         return ((word & ((1 << L.radius_bits) - 1)) == 0) & filled[:, None] & inside
 
 
@@ -277,13 +284,15 @@ def decode(buf, tab, head, rows, live, block, offset, L: tl.constexpr, EXACT: tl
     as the reference, else there are fewer divisions.
     Returns four components `[T, PAD]` float32, 0 where not live, and `filled` `[T]` bool.
     """
-    c = tl.arange(0, L.pad)[None, :]
+    PAD: tl.constexpr = L.pad
+    GROUPS: tl.constexpr = L.groups
+    c = tl.arange(0, PAD)[None, :]
     word = load_words(buf.codes, rows, live, L)
     scale_row = buf.scales + rows * L.groups
     code = tl.load(scale_row, mask=live, other=0)
     filled = code != 0
     scale = tl.broadcast_to(scale_value(tab.scales, code, L)[:, None], word.shape)
-    for group in tl.static_range(1, L.groups):
+    for group in tl.static_range(1, GROUPS):
         code = tl.load(scale_row + group, mask=live, other=0)
         scale = tl.where(c // 16 == group, scale_value(tab.scales, code, L)[:, None], scale)
 

@@ -39,6 +39,7 @@ def read_tile(
     first: int64, a multiple of T; T divides the block. packed, length, extent: of the state vector.
     Returns four components `[T, PAD]` float32, and `centered` `[T]` bool: the rows that lack a mean.
     """
+    PAD: tl.constexpr = L.pad
     r = tl.arange(0, T)
     slot = first + r
     ring = (slot >= packed) & (slot < length)
@@ -46,7 +47,7 @@ def read_tile(
     if L.sinks > 0:
         exact = ring | ((slot < L.sinks) & (slot < length))
     coded = ((slot < packed) | ((slot >= length) & (slot < extent))) & (exact == 0)
-    x0 = tl.zeros([T, L.pad], tl.float32)
+    x0 = tl.zeros([T, PAD], tl.float32)
     x1, x2, x3 = x0, x0, x0
     centered = coded
     if (first < packed) | ((first + T > length) & (first < extent)):
@@ -148,7 +149,7 @@ def dequantize_kernel(
     """One tile of slots of one batch row and head; grid `(tiles, B * H)`."""
     bh = tl.program_id(1)
     head = bh % heads
-    _, packed, filled_to, extent = load_state(buf.state)
+    old_start, packed, filled_to, extent = load_state(buf.state)
     start_slot = tl.load(origin)
     base = start_slot + first
     tile = (base // T + tl.program_id(0)) * T
@@ -157,7 +158,7 @@ def dequantize_kernel(
     )
     if FRESH:
         slot = start_slot + first_slot(positions, start, HAS_POSITIONS)
-        x0, x1, x2, x3, _ = overlay_tokens(
+        x0, x1, x2, x3, replaced = overlay_tokens(
             x0, x1, x2, x3, tokens, token_strides, bh // heads, head, tile, slot, n, L, T
         )
     index = tile + tl.arange(0, T) - base
@@ -177,8 +178,8 @@ def token_arguments(tokens: torch.Tensor | None, stand_in: torch.Tensor):
 
 
 def tile_slots(L: Layout) -> int:
-    """Slots a tile of the reading kernels covers: at most 64, and few for large heads."""
-    return min(L.block, 64 if L.pad <= 32 else 32)
+    """Slots a tile of the reading kernels covers: at most 64, fewer for large heads."""
+    return min(L.block, 64 if L.pad <= 16 else 32)
 
 
 def dequantize(

@@ -51,6 +51,7 @@ GATHERS = {
     aten.embedding.default,
 }
 LINEAR = {aten.linear.default, aten.matmul.default, aten.mm.default, aten.einsum.default}
+ATTENTION = {aten.scaled_dot_product_attention.default, aten.softmax.int}
 STRICT_VIEWS = {
     aten.slice.Tensor,
     aten.select.int,
@@ -122,11 +123,16 @@ class Writes:
         self.scalars = Scalars(graph)
         self._order = {node: place for place, node in enumerate(graph.nodes)}
         self.outputs = output_args(graph)
+        self.live = nodes.live_nodes(graph)
         self.caches: dict[Node, Cache] = {}  # by every root in `frames`
 
     def order(self, node: Node) -> int:
         """Place of a node in the program; nodes that the finders added stand at the front."""
         return self._order.get(node, -1)
+
+    def users(self, node: Node) -> list[Node]:
+        """Users whose result matters."""
+        return [user for user in node.users if user in self.live]
 
     def read(self, node: Node) -> Read:
         """The cache behind a key or value `[B, Hkv, T, D]`.
@@ -145,7 +151,7 @@ class Writes:
         while True:
             node = views.strip_noops(node, path)
             found = views.slice_range(node, SEQ) if rank(node) == 4 else None
-            written = views.written_args(node)
+            written = nodes.written_args(node)
             if found is not None:
                 first = first + found[0]
             elif not written or written[0] is not node.args[0]:
@@ -169,7 +175,7 @@ class Writes:
             else:
                 cache = self._returned(root)
         if root not in cache.frames:
-            raise NoCache(f"the cache is computed by {views.where(root)}", cache.write.kind)
+            raise NoCache(f"the cache is computed by {nodes.where(root)}", cache.write.kind)
         for node in cache.frames:
             self.caches[node] = cache
         self._find_outputs(cache)
@@ -187,6 +193,7 @@ class Writes:
     # Writes in place: kinds 1, 2, 4 and 6.
 
     def _in_place(self, base: Node) -> Cache:
+        _refuse_parameter(base)
         if rank(base) != 4:
             raise NoCache("the cache is a part of a larger tensor", kinds.SLAB, base)
         writers = self.writers(base)
@@ -194,8 +201,11 @@ class Writes:
             if base.op == "placeholder":
                 raise NoCache("the cache is not written in this graph", kinds.READ_ONLY, base)
             raise NoCache("keys or values are constants of the graph")
+        if base.op != "placeholder" and len(writers) > 1:  # a workspace put together from parts
+            for node in writers:
+                self._raise_latent(node)
         if len(writers) > 1:
-            raise NoCache(f"written again by {views.where(writers[1])}", None, base)
+            raise NoCache(f"written again by {nodes.where(writers[1])}", None, base)
         node = writers[0]
         if node.target is aten.index_copy_.default:
             cache = self._at_positions(base, node, node.args[1] % 4, node.args[2], node.args[3])
@@ -204,10 +214,10 @@ class Writes:
         elif node.target is aten.copy_.default:
             cache = self._copy(base, node)
         else:
-            raise NoCache(f"written by {views.where(node)}", None, base)
+            raise NoCache(f"written by {nodes.where(node)}", None, base)
         write = cache.write
         cache.commit = node
-        write.source = views.source_line(node)
+        write.source = nodes.source_line(node)
         if base.op == "placeholder":
             write.past = base
             cache.label = base.meta.get("hqmq_source", "")
@@ -229,7 +239,7 @@ class Writes:
         while todo:
             node = todo.pop()
             for user in node.users:
-                if user not in seen and node in views.aliased_args(user):
+                if user not in seen and node in nodes.aliased_args(user):
                     seen.add(user)
                     todo.append(user)
         return seen
@@ -263,9 +273,12 @@ class Writes:
         if arg(node, "accumulate"):
             raise NoCache("written by adding", kinds.IN_PLACE, base)
         if len(indices) < 3 or indices[2] is None or any(i is not None for i in indices[:2]):
-            raise NoCache(f"written by {views.where(node)} at [B, H, slot]", kinds.IN_PLACE, base)
-        if any(i is not None for i in indices[3:]) or views.value_of(indices[2]).dtype is torch.bool:
-            raise NoCache(f"written by {views.where(node)} with a mask", kinds.IN_PLACE, base)
+            raise NoCache(f"written by {nodes.where(node)} at [B, H, slot]", kinds.IN_PLACE, base)
+        if (
+            any(i is not None for i in indices[3:])
+            or nodes.value_of(indices[2]).dtype is torch.bool
+        ):
+            raise NoCache(f"written by {nodes.where(node)} with a mask", kinds.IN_PLACE, base)
         return self._at_positions(base, node, SEQ, indices[2], node.args[2])
 
     def _copy(self, base: Node, node: Node) -> Cache:
@@ -304,7 +317,7 @@ class Writes:
         begin, end = slots
         new = shape(tokens)[SEQ]
         if not same(place.first + size, shape(root)[SEQ]):
-            raise NoCache(f"{views.where(node)} keeps others than the newest", kinds.WINDOW, base)
+            raise NoCache(f"{nodes.where(node)} keeps others than the newest", kinds.WINDOW, base)
         total = end + new
         write = CacheWrite(kinds.WINDOW, kinds.WINDOW, tokens)
         write.start = self._scalar(end, base)
@@ -319,17 +332,17 @@ class Writes:
         """((first, end) of the slots kept of the past, new tokens) of what a cache becomes."""
         if root.target is not aten.cat.default:
             if root.target in OUT_OF_PLACE_OPS:
-                raise NoCache(f"written out of place by {views.where(root)}", 5, base)
+                raise NoCache(f"written out of place by {nodes.where(root)}", 5, base)
             return (0, 0), root
         parts = [part for part in root.args[0] if not _is_empty(part)]
         if not any(self.base_of(part) is base for part in parts):
             return (0, 0), root if len(parts) > 1 else parts[0]
         if arg(root, "dim") not in (SEQ, -2) or len(parts) != 2 or rank(root) != 4:
-            raise NoCache(f"written by {views.where(root)} of {len(parts)} parts", None, base)
+            raise NoCache(f"written by {nodes.where(root)} of {len(parts)} parts", None, base)
         inside.add(root)
         past = self.locate(parts[0])
         if past.root is not base:
-            raise NoCache(f"{views.where(root)} does not start with the past", None, base)
+            raise NoCache(f"{nodes.where(root)} does not start with the past", None, base)
         inside.update(past.path)
         return (past.first, past.first + shape(parts[0])[SEQ]), parts[1]
 
@@ -338,7 +351,7 @@ class Writes:
         size = shape(base)[SEQ]
         shifts, dims = arg(roll, "shifts"), arg(roll, "dims")
         writers = self.writers(roll)
-        bad = NoCache(f"{views.where(roll)} is not a window that slides", kinds.WINDOW, base)
+        bad = NoCache(f"{nodes.where(roll)} is not a window that slides", kinds.WINDOW, base)
         if list(dims) not in ([SEQ], [-2]) or len(writers) != 1:
             raise bad
         put, shift = writers[0], -shifts[0]
@@ -375,7 +388,7 @@ class Writes:
             if node in seen:
                 continue
             seen.add(node)
-            for user in views.live_users(node):
+            for user in self.users(node):
                 if user.target is aten.copy_.default and user.args[1] is node:
                     target = self.locate(user.args[0])
                     if self._is_base(target.root) and self._whole(user.args[0], target.root):
@@ -398,6 +411,7 @@ class Writes:
             if past.root.op != "placeholder" or rank(past.root) != 4:
                 raise self._foreign(cat)
             base, begin = past.root, past.first
+            _refuse_parameter(base)
             end = begin + shape(parts[0])[SEQ]
             inside.update(past.path)
             if not same(end, shape(base)[SEQ]):
@@ -410,7 +424,7 @@ class Writes:
         if base is not None:
             cache.frames[base] = 0
             cache.label = base.meta.get("hqmq_source", "")
-        write.source = views.source_line(cat)
+        write.source = nodes.source_line(cat)
         self._kept(cache, cat)
         if not same(begin, 0) and write.keep is None:
             write.keep = self._scalar(shape(cat)[SEQ], base)
@@ -421,15 +435,17 @@ class Writes:
         """Fill `keep` from the parts of `root` that the graph returns."""
         found, total = None, shape(root)[SEQ]
         for out in self.outputs:
-            if not views.is_tensor(out) or rank(out) != 4:
+            if not nodes.is_tensor(out) or rank(out) != 4:
                 continue
             place = self.locate(out)
             if place.root is not root:
                 continue
             size = shape(out)[SEQ]
             bound = _tail(place.path)
-            keep = None if same(size, total) and bound is None else (size if bound is None else bound)
-            if not views.may_equal(place.first + size, total):
+            keep = (
+                None if same(size, total) and bound is None else (size if bound is None else bound)
+            )
+            if not nodes.may_equal(place.first + size, total):
                 raise NoCache("a part of the cache is returned", kinds.GROWING)
             if found is not None and found != (keep,):
                 raise NoCache("the cache is returned in two lengths", kinds.GROWING)
@@ -448,7 +464,7 @@ class Writes:
             raise self._foreign(tokens)
         write = CacheWrite(kinds.GROWING, kinds.GROWING, tokens, start=0)
         cache = Cache(write, {tokens: 0}, set())
-        write.source = views.source_line(tokens)
+        write.source = nodes.source_line(tokens)
         self._kept(cache, tokens)
         return cache
 
@@ -462,39 +478,54 @@ class Writes:
                 return NoCache("the cache is a part of a larger tensor", kinds.SLAB, base)
             if self.writers(base):
                 return NoCache(
-                    f"the cache is read through {views.where(node)}", kinds.IN_PLACE, base
+                    f"the cache is read through {nodes.where(node)}", kinds.IN_PLACE, base
                 )
             return NoCache("the cache is not written in this graph", kinds.READ_ONLY, base)
+        if views.is_cast(node):
+            return self._cast(node)
         node = node if base is None or base.op == "placeholder" else base
-        inputs = [self.base_of(i) for i in node.all_input_nodes if views.is_tensor(i)]
+        inputs = [self.base_of(i) for i in node.all_input_nodes if nodes.is_tensor(i)]
         stored = [i for i in inputs if i is not None and i.op == "placeholder" and rank(i) >= 3]
         if node.target in OUT_OF_PLACE_OPS and stored:
-            reason = f"written out of place by {views.where(node)}"
+            reason = f"written out of place by {nodes.where(node)}"
             return NoCache(reason, kinds.OUT_OF_PLACE, stored[0])
         if node.target in GATHERS and stored:
             kind = kinds.PAGED if self.writers(stored[0]) else kinds.READ_ONLY
-            return NoCache(f"the cache is gathered by {views.where(node)}", kind, stored[0])
+            return NoCache(f"the cache is gathered by {nodes.where(node)}", kind, stored[0])
+        self._raise_latent(node)
+        return NoCache(f"no cache: made by {nodes.where(node)} and not kept")
+
+    def _cast(self, node: Node) -> NoCache:
+        dtypes = [str(nodes.value_of(n).dtype).removeprefix("torch.") for n in (node.args[0], node)]
+        reason = "cast from {} to {} between cache and attention".format(*dtypes)
+        try:
+            write = self.read(node.args[0]).cache.write
+        except NoCache as error:
+            return NoCache(error.reason, error.kind, error.base)
+        return NoCache(reason, write.kind, write.past)
+
+    def _raise_latent(self, node: Node) -> None:
+        """Refuse a cache that is projected on its way to attention (MLA), if that is what it is."""
         latent = self._latent(node)
         if latent is not None:
-            reason = f"{views.where(latent[1])} between cache and attention"
-            return NoCache(reason, kinds.LATENT, latent[0])
-        return NoCache(f"no cache: made by {views.where(node)} and not kept")
+            reason = f"{nodes.where(latent[1])} between cache and attention"
+            raise NoCache(reason, kinds.LATENT, latent[0])
 
     @staticmethod
     def base_of(node: Node) -> Node | None:
         """The tensor whose storage `node` may be a view of."""
         while True:
-            inner = views.aliased_args(node)
+            inner = nodes.aliased_args(node)
             if not inner:
                 return node
             node = inner[0]
 
     def _latent(self, node: Node) -> tuple[Node, Node] | None:
-        """(cache, projection) when a cache is projected on its way to attention (MLA)."""
+        """The cache behind `node` and the projection in between, or None."""
         todo, seen = [(node, None)], set()
         while todo and len(seen) < 64:
             node, linear = todo.pop(0)
-            if node in seen or node.op == "placeholder":
+            if node in seen or node.op == "placeholder" or node.target in ATTENTION:
                 continue
             seen.add(node)
             if linear is not None:
@@ -502,16 +533,16 @@ class Writes:
                     first = self.base_of(node.args[0][0])
                     if first is not None and (first.op == "placeholder" or _is_empty(first)):
                         return first, linear
-                written = views.written_args(node)
+                written = nodes.written_args(node)
                 if written and self._is_base(self.base_of(written[0])) and rank(node) >= 3:
                     return self.base_of(written[0]), linear
             linear = node if linear is None and node.target in LINEAR else linear
             inputs = node.args[:1] if node.target in LINEAR else node.all_input_nodes
-            todo.extend((i, linear) for i in inputs if isinstance(i, Node) and views.is_tensor(i))
+            todo.extend((i, linear) for i in inputs if isinstance(i, Node))
         return None
 
     def _partial(self, base: Node, node: Node, kind: int) -> NoCache:
-        return NoCache(f"{views.where(node)} writes other than whole slots", kind, base)
+        return NoCache(f"{nodes.where(node)} writes other than whole slots", kind, base)
 
     def _four_dims(self, node: Node, tokens: Node, expected: tuple[Any, ...]) -> Node:
         """What `node` writes, with the leading dims of size 1 that broadcasting lets it leave out."""
@@ -519,7 +550,7 @@ class Writes:
         if missing <= 0 or not same_shape((1,) * missing + shape(tokens), expected):
             return tokens
         source = tokens
-        while source.target in views.RESHAPES and views.is_tensor(source.args[0]):
+        while source.target in views.RESHAPES and nodes.is_tensor(source.args[0]):
             source = source.args[0]
             if same_shape(shape(source), expected):
                 return source
@@ -544,7 +575,7 @@ class Writes:
         return made
 
     def _check_tokens(self, base: Node, write: CacheWrite) -> None:
-        tokens, cache = views.value_of(write.tokens), views.value_of(base)
+        tokens, cache = nodes.value_of(write.tokens), nodes.value_of(base)
         if rank(write.tokens) != 4:
             raise NoCache("what is written is not [B, H, n, D]", write.kind, base)
         if tokens.dtype != cache.dtype:
@@ -558,7 +589,7 @@ class Writes:
         base = cache.write.born or cache.write.past
         if cache.commit is not None:
             for out in self.outputs:
-                if views.is_tensor(out) and rank(out) == 4 and self._whole(out, base):
+                if nodes.is_tensor(out) and rank(out) == 4 and self._whole(out, base):
                     cache.out_nodes.add(out)
         cache.write.outputs = [
             place
@@ -571,7 +602,7 @@ class Writes:
 
 def written(node: Node) -> list[Node]:
     """Arguments that `node` writes in place."""
-    return views.written_args(node)
+    return nodes.written_args(node)
 
 
 def constant_vector(node: Any) -> float | None:
@@ -581,9 +612,14 @@ def constant_vector(node: Any) -> float | None:
     return constant(node)
 
 
+def _refuse_parameter(base: Node) -> None:
+    if "._parameters[" in base.meta.get("hqmq_source", ""):
+        raise NoCache("a parameter stands in the place of the cache", None, base)
+
+
 def _is_empty(node: Node) -> bool:
     """A tensor known to hold no element."""
-    return views.is_tensor(node) and any(same(size, 0) for size in shape(node))
+    return nodes.is_tensor(node) and any(same(size, 0) for size in shape(node))
 
 
 def _tail(path: list[Node]) -> int | None:

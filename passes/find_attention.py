@@ -52,6 +52,7 @@ def find_attention(graph: Graph) -> list[Attention]:
         graph: a graph made by `normalize`; it is not modified.
     """
     found = []
+    live = nodes.live_nodes(graph)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -59,12 +60,12 @@ def find_attention(graph: Graph) -> list[Attention]:
         if node.target is SDPA:
             attention = _from_sdpa(node)
         elif node.target in SOFTMAX:
-            attention = _from_softmax(node)
+            attention = _from_softmax(node, live)
         elif "flex_attention" in str(node.target) and node.target is not operator.getitem:
             attention = _from_flex(node)
         if attention is not None:
-            attention.source = views.source_line(attention.node)
-            attention.module = views.module_path(attention.node)
+            attention.source = nodes.source_line(attention.node)
+            attention.module = nodes.module_path(attention.node)
             found.append(attention)
     order = {node: place for place, node in enumerate(graph.nodes)}
     for attention in found:
@@ -101,7 +102,7 @@ def _from_flex(node: Node) -> Attention:
     )
 
 
-def _from_softmax(softmax: Node) -> Attention | None:
+def _from_softmax(softmax: Node, live: set[Node]) -> Attention | None:
     """The eager attention around a softmax, or None when there are no two products around it."""
     up, down = _product_above(softmax), _product_below(softmax)
     if up is None or down is None:
@@ -112,7 +113,7 @@ def _from_softmax(softmax: Node) -> Attention | None:
             raise _Unsupported("softmax is not over the last dim")
         for product in (up, down):
             if product.target not in MATMUL:
-                attention.form = views.op_name(product).removeprefix("aten.")
+                attention.form = nodes.op_name(product).removeprefix("aten.")
                 raise _Unsupported(f"{attention.form} attention is not rewritten yet")
         column = _walk_up(attention, softmax)
         value = _walk_down(attention, softmax, column)
@@ -122,7 +123,7 @@ def _from_softmax(softmax: Node) -> Attention | None:
         if attention.scale is None:
             attention.scale = 1.0
         _check(attention)
-        _check_private(attention)
+        _check_private(attention, live)
     except _Unsupported as error:
         attention.reason = str(error)
     return attention
@@ -138,10 +139,10 @@ def _product_above(softmax: Node) -> Node | None:
         seen.add(node)
         if node.target in PRODUCTS:
             return node
-        if not views.is_tensor(node):
+        if not nodes.is_tensor(node):
             continue
         inputs = node.args[0] if node.target is aten.cat.default else node.all_input_nodes
-        todo.extend(i for i in reversed(inputs) if views.is_tensor(i) and _similar(i, node))
+        todo.extend(i for i in reversed(inputs) if nodes.is_tensor(i) and _similar(i, node))
     return None
 
 
@@ -168,7 +169,7 @@ def _product_below(softmax: Node) -> Node | None:
                 return user
             if user.target is aten.einsum.default:
                 return user
-            if views.is_tensor(user) and user.target not in PRODUCTS and _similar(user, node):
+            if nodes.is_tensor(user) and user.target not in PRODUCTS and _similar(user, node):
                 todo.append(user)
     return None
 
@@ -208,7 +209,7 @@ def _walk_up(attention: Attention, softmax: Node) -> bool:
         elif target in MUL | DIV:
             node = _scaling(attention, node, walked)
         else:
-            raise _Unsupported(f"{views.where(node)} between logits and softmax")
+            raise _Unsupported(f"{nodes.where(node)} between logits and softmax")
     attention.nodes = walked[::-1]
     return has_sinks
 
@@ -223,7 +224,7 @@ def _has_product(node: Any) -> bool:
         seen.add(node)
         if node.target in PRODUCTS:
             return True
-        todo.extend(i for i in node.all_input_nodes if views.is_tensor(i) and _similar(i, node))
+        todo.extend(i for i in node.all_input_nodes if nodes.is_tensor(i) and _similar(i, node))
     return False
 
 
@@ -262,7 +263,7 @@ def _scaling(attention: Attention, node: Node, walked: list[Node]) -> Node:
         inner, factor = factor, inner
     number = constant(factor)
     if number is None or (inner is not node.args[0] and node.target in DIV):
-        raise _Unsupported(f"logits scaled by a tensor ({views.where(node)})")
+        raise _Unsupported(f"logits scaled by a tensor ({nodes.where(node)})")
     factor = 1 / number if node.target in DIV else number
     below = inner
     skipped = []
@@ -301,7 +302,7 @@ def _sinks(cat: Node, walked: list[Node]) -> tuple[Node, Node]:
     """Logits and `[Hq]` sinks of `cat([logits, sinks], -1)`."""
     parts = cat.args[0]
     if len(parts) != 2 or arg(cat, "dim") not in (-1, rank(cat) - 1):
-        raise _Unsupported(f"{views.where(cat)} between logits and softmax")
+        raise _Unsupported(f"{nodes.where(cat)} between logits and softmax")
     logits, column = parts
     heads = shape(cat)[1]
     if rank(cat) != 4 or not same(shape(column)[-1], 1):
@@ -309,7 +310,7 @@ def _sinks(cat: Node, walked: list[Node]) -> tuple[Node, Node]:
     node = column
     while rank(node) != 1:
         known = views.RESHAPES | views.EXPANDS | views.CASTS | views.COPIES
-        if node.target not in known or not views.is_tensor(node.args[0]):
+        if node.target not in known or not nodes.is_tensor(node.args[0]):
             raise _Unsupported("sinks are not one number per head")
         walked.append(node)
         # One number per head all the way: the only dim besides broadcast ones is the heads'.
@@ -325,7 +326,7 @@ def _walk_down(attention: Attention, softmax: Node, column: bool) -> Node:
     """From softmax to the product with the values; returns the values' node."""
     node = softmax
     while True:
-        users = [u for u in node.users if u.target not in views.SIZE_OPS]
+        users = [u for u in node.users if u.target not in nodes.SIZE_OPS]
         step = next((u for u in users if u.target in MATMUL and u.args[0] is node), None)
         if step is not None:
             break
@@ -338,7 +339,7 @@ def _walk_down(attention: Attention, softmax: Node, column: bool) -> Node:
         elif column and _drops_last(step, node):
             column = False
         elif not (views.is_noop(step) or views.is_cast(step) or _is_regroup(step)):
-            raise _Unsupported(f"{views.where(step)} between softmax and values")
+            raise _Unsupported(f"{nodes.where(step)} between softmax and values")
         attention.nodes.append(step)
         node = step
     if column:
@@ -382,7 +383,7 @@ def _drops_last(node: Node, before: Node) -> bool:
 
 def _is_regroup(node: Node) -> bool:
     """A view between `[B, H, n, T]` and `[B * H, n, T]`."""
-    if node.target not in views.RESHAPES or not views.is_tensor(node.args[0]):
+    if node.target not in views.RESHAPES or not nodes.is_tensor(node.args[0]):
         return False
     ranks = {rank(node), rank(node.args[0])}
     return ranks <= {3, 4} and same_shape(shape(node)[-2:], shape(node.args[0])[-2:])
@@ -402,7 +403,7 @@ def _transposed(attention: Attention, node: Node) -> Node:
             continue
         inner = views.permutation(node)
         if inner is None:
-            raise _Unsupported(f"key is not a transposed tensor ({views.where(node)})")
+            raise _Unsupported(f"key is not a transposed tensor ({nodes.where(node)})")
         total = inner if total is None else tuple(inner[i] for i in total)
         path.append(node)
         node = node.args[0]
@@ -484,7 +485,7 @@ def _check(attention: Attention) -> None:
     mask = attention.mask
     if mask is None:
         return
-    if not views.is_tensor(mask):
+    if not nodes.is_tensor(mask):
         raise _Unsupported("mask is not a tensor")
     full = (batch, heads, tokens, shape(key)[2])
     sizes = shape(mask)
@@ -495,27 +496,16 @@ def _check(attention: Attention) -> None:
         raise _Unsupported(f"mask of shape {list(sizes)} does not fit [B, H, n, T]")
 
 
-def _check_private(attention: Attention) -> None:
+def _check_private(attention: Attention, live: set[Node]) -> None:
     """Nothing outside of the attention may read its logits or weights."""
     inside = set(attention.nodes)
-    first = next(place for place, node in enumerate(attention.nodes) if node.target in MATMUL)
-    start = attention.nodes[first]
-    for node in attention.nodes:
-        if node is attention.node or not _reaches_from(start, node):
-            continue
-        for user in views.live_users(node):
-            if user not in inside and user.target not in views.SIZE_OPS:
-                raise _Unsupported(f"attention weights are read by {views.where(user)}")
-
-
-def _reaches_from(start: Node, node: Node) -> bool:
-    """Whether `node` is `start` or computed from it (both inside one attention)."""
-    todo, seen = [node], set()
-    while todo:
-        node = todo.pop()
-        if node is start:
-            return True
-        if node not in seen and len(seen) < 64:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return False
+    computed = {next(node for node in attention.nodes if node.target in MATMUL)}
+    grown = True
+    while grown:
+        more = {n for n in inside - computed if any(i in computed for i in n.all_input_nodes)}
+        grown = bool(more)
+        computed |= more
+    for node in computed - {attention.node}:
+        for user in node.users:
+            if user in live and user not in inside and user.target not in nodes.SIZE_OPS:
+                raise _Unsupported(f"attention weights are read by {nodes.where(user)}")

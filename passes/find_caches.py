@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from . import graph_types as kinds
 from . import views
-from .cache_writes import SEQ, STRICT_VIEWS, Cache, NoCache, Read, Writes
+from .cache_writes import GATHERS, LINEAR, SEQ, STRICT_VIEWS, Cache, NoCache, Read, Writes
 from .graph_types import Attention, Match
 from .views import aten, rank, shape
 
@@ -113,21 +113,19 @@ def _mismatch(writes: Writes, pair: _Pair) -> str | None:
         return "keys and values are written at different slots"
     if key.positions is not None and not _equivalent(writes, key.positions, value.positions):
         return "keys and values are written at different positions"
-    if not views.may_equal(pair.key.first, pair.value.first):
+    if not nodes.may_equal(pair.key.first, pair.value.first):
         return "keys and values are read from different slots"
-    if not views.may_equal(pair.key.length, pair.value.length):
+    if not nodes.may_equal(pair.key.length, pair.value.length):
         return "different numbers of keys and values are read"
-    if not views.may_equal(shape(key.tokens)[SEQ], shape(value.tokens)[SEQ]):
+    if not nodes.may_equal(shape(key.tokens)[SEQ], shape(value.tokens)[SEQ]):
         return "different numbers of keys and values are written"
     return None
 
 
 def _equal(a: object, b: object) -> bool:
     """Scalars (ints or nodes) that are not known to differ."""
-    a, b = (views.number(x) if isinstance(x, Node) else x for x in (a, b))
-    return (a is None and b is None) or (
-        a is not None and b is not None and views.may_equal(a, b)
-    )
+    a, b = (nodes.number(x) if isinstance(x, Node) else x for x in (a, b))
+    return (a is None and b is None) or (a is not None and b is not None and nodes.may_equal(a, b))
 
 
 def _equivalent(writes: Writes, a: object, b: object, depth: int = 16) -> bool:
@@ -142,11 +140,11 @@ def _equivalent(writes: Writes, a: object, b: object, depth: int = 16) -> bool:
         return type(a) is type(b) and not isinstance(a, Node) and a == b
     if a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys():
         return False
-    if views.written_args(a) or a.is_impure():
+    if nodes.written_args(a) or a.is_impure():
         return False
     between = sorted((writes.order(a), writes.order(b)))
     for leaf in a.all_input_nodes:
-        if views.is_tensor(leaf) and _mutated(writes, leaf, *between):
+        if nodes.is_tensor(leaf) and _mutated(writes, leaf, *between):
             return False
     return _equivalent(writes, a.args, b.args, depth - 1) and all(
         _equivalent(writes, a.kwargs[k], b.kwargs[k], depth - 1) for k in a.kwargs
@@ -183,44 +181,40 @@ def _foreign_reader(writes: Writes, cache: Cache, accepted: list[_Pair]) -> str 
     todo = sorted(tracked, key=writes.order)
     while todo:
         node = todo.pop(0)
-        for user in views.live_users(node):
-            if user in cache.inside or user.target in views.SIZE_OPS:
+        for user in writes.users(node):
+            if user in cache.inside or user.target in nodes.SIZE_OPS:
                 follow = user in cache.inside and _carries(user, node)
             elif user.op == "output":
                 follow = False
                 if node not in cache.out_nodes:
-                    return f"returned in part or in another form ({views.where(node)})"
-            elif node in views.written_args(user):
-                return f"also written by {views.where(user)}"
+                    return f"returned in part or in another form ({nodes.where(node)})"
+            elif node in nodes.written_args(user):
+                return f"also written by {nodes.where(user)}"
             elif user in attentions:
                 follow = False
                 if not _reads_as_cache(attentions[user], node):
-                    return f"read by {views.where(user)}"
-            elif user in paths or views.is_noop(user) or node in views.aliased_args(user):
+                    return f"read by {nodes.where(user)}"
+            elif user in paths or views.is_noop(user) or node in nodes.aliased_args(user):
                 follow = True
             else:
-                return f"read by {views.where(user)}"
+                return f"read by {nodes.where(user)}"
             early = cache.commit is not None and writes.order(user) < writes.order(cache.commit)
-            harmless = user in cache.inside or user.target in STRICT_VIEWS | views.SIZE_OPS
+            harmless = user in cache.inside or user.target in STRICT_VIEWS | nodes.SIZE_OPS
             if early and not harmless:
-                return f"read by {views.where(user)} before it is written"
+                return f"read by {nodes.where(user)} before it is written"
             if follow and user not in tracked:
                 tracked.add(user)
                 todo.append(user)
     return None
 
 
-def _readers(
-    cache: Cache, accepted: list[_Pair]
-) -> tuple[set[Node], dict[Node, list[Attention]]]:
+def _readers(cache: Cache, accepted: list[_Pair]) -> tuple[set[Node], dict[Node, list[Attention]]]:
     """Nodes between a cache and the accepted attentions, and the attentions by their nodes."""
     paths: set[Node] = set()
     attentions: dict[Node, list[Attention]] = {}
     for pair in accepted:
         attention = pair.match.attention
-        for read, path in zip(
-            pair.reads, (attention.key_path, attention.value_path), strict=True
-        ):
+        for read, path in zip(pair.reads, (attention.key_path, attention.value_path), strict=True):
             if read.cache is cache:
                 paths.update(read.path, path)
                 for node in attention.nodes:
@@ -284,9 +278,9 @@ def _unread(writes: Writes, matches: list[Match]) -> list[Match]:
         if rank(node) != 4 or node in known or name in named or "_parameters" in name:
             continue
         kind = None
-        for user in views.live_users(node):
+        for user in writes.users(node):
             grown = user.target is aten.cat.default and user.args[0][0] is node
-            if grown and user in returned and views.arg(user, "dim") in (SEQ, -2):
+            if grown and user in returned and nodes.arg(user, "dim") in (SEQ, -2):
                 kind = kinds.GROWING
         writers = writes.writers(node)
         if writers:
@@ -313,8 +307,11 @@ def _behind_attention(writes: Writes, base: Node, matches: list[Match]) -> bool:
                 continue
             seen.add(node)
             steps = views.RESHAPES | views.EXPANDS | views.COPIES | views.CASTS | views.PERMUTES
-            steps = steps | {aten.cat.default, aten.slice.Tensor, aten.index.Tensor}
+            steps = steps | LINEAR | GATHERS | {aten.cat.default, aten.slice.Tensor}
             todo.extend(u for u in node.users if u in inside or u.target in steps)
+            for user in node.users:  # by way of a workspace
+                if user.target is aten.copy_.default and user.args[1] is node:
+                    todo.append(writes.base_of(user))
     return False
 
 

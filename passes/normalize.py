@@ -133,9 +133,7 @@ def _fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
 
 def _plain_fake(value: torch.Tensor) -> torch.Tensor:
     """A fresh fake tensor of the same metadata, so that mutations in the graph stay in the graph."""
-    return torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _copy_metadata(gm: GraphModule, traced: GraphModule, infos: list[PlaceholderInfo]) -> None:

@@ -78,16 +78,25 @@ from hqmq_compile.config import CodecConfig, HQMQConfig, KernelPreference, Med3x
             lambda: HQMQConfig(key=CodecConfig(zero_level=True)),
             r"key: zero_level needs radius level 0.*flag='bit'",
         ),
-        (lambda: HQMQConfig.preset("4-bit"), r"no preset '4-bit' \(did you mean '4bit'\?\): .*paper"),
+        (
+            lambda: HQMQConfig.preset("4-bit"),
+            r"no preset '4-bit' \(did you mean '4bit'\?\): .*paper",
+        ),
         (lambda: HQMQConfig.preset(4), r"no preset 4"),
         (lambda: HQMQConfig.preset("3bit", windows=3), r"no field 'windows' .*'window'"),
-        (lambda: HQMQConfig.from_dict({"windw": 3}), r"no field 'windw' \(did you mean 'window'\?\)"),
+        (
+            lambda: HQMQConfig.from_dict({"windw": 3}),
+            r"no field 'windw' \(did you mean 'window'\?\)",
+        ),
         (lambda: HQMQConfig.from_dict({"key": {"bits": 3}}), r"CodecConfig has no field 'bits'"),
         (lambda: HQMQConfig.from_dict({"_type": "Int4", "_data": {}}), r"found one of type 'Int4'"),
         (lambda: HQMQConfig.from_dict([1]), r"read from a dict, not from \[1\]"),
         (lambda: HQMQConfig.from_json("{"), r"not JSON"),
         (lambda: HQMQConfig.from_json("null"), r"not from None"),
-        (lambda: HQMQConfig.from_options({"presets": "4bit"}), r"unknown option 'presets' .*'preset'"),
+        (
+            lambda: HQMQConfig.from_options({"presets": "4bit"}),
+            r"unknown option 'presets' .*'preset'",
+        ),
         (lambda: HQMQConfig.from_options({"config": 4}), r"\['config'\] is a int"),
         (
             lambda: HQMQConfig.from_options({"config": HQMQConfig(), "preset": "4bit"}),
@@ -105,7 +114,11 @@ def test_refuses_in_one_clear_error(make, message):
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({}, ("key", 70, "bfloat16"), r"head dimension 70 is not a multiple of 4.*layers=\{0: None"),
+        (
+            {},
+            ("key", 70, "bfloat16"),
+            r"head dimension 70 is not a multiple of 4.*layers=\{0: None",
+        ),
         ({}, ("key", 0, "bfloat16"), r"head dimension 0"),
         ({"rotate": True}, ("key", 96, "bfloat16"), r"power of two, not 96; set rotate=False"),
         ({}, ("query", 64, "bfloat16"), r"role is 'query'"),

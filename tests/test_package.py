@@ -6,8 +6,10 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,18 +20,23 @@ needs_torchao = pytest.mark.skipif(
 )
 
 
-def run(code: str, *, cwd: Path = ROOT, python: str = sys.executable, **environment: str) -> str:
-    """Runs `code` in a fresh interpreter; returns what it printed, of both streams."""
+def run(code: str, *options: str, cwd: Path = ROOT, **environment: str) -> str:
+    """Runs `code` in a fresh interpreter; returns what it printed, on both streams."""
     env = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"} | environment
     done = subprocess.run(
-        [python, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, *options, "-c", code],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     return output
 
 
-# -- import ----------------------------------------------------------------------------------------
+# -- import -----------------------------------------------------------------
 def test_import_prints_nothing_and_loads_no_extra():
     output = run(
         "import sys, hqmq_compile\n"
@@ -80,7 +87,9 @@ def test_explain_is_the_function_even_after_importing_its_module():
 def test_works_without_extras(tmp_path):
     """Config and codec work where no extra can be imported."""
     for name in ("transformers", "torchao", "triton", "gguf", "numpy"):
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')")
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError('no {name}', name='{name}')"
+        )
     output = run(
         "import torch, hqmq_compile as h\n"
         "assert h.HQMQConfig.from_json(h.HQMQConfig().to_json()) == h.HQMQConfig()\n"
@@ -107,11 +116,13 @@ def test_nothing_imports_the_folders_at_top_level():
 
 def test_codec_imports_nothing_of_ours():
     for path in (ROOT / "hqmq_compile" / "codec").glob("*.py"):
-        for name in re.findall(r"^\s*(?:from|import)\s+(hqmq_compile[\w.]*)", path.read_text(), re.M):
+        for name in re.findall(
+            r"^\s*(?:from|import)\s+(hqmq_compile[\w.]*)", path.read_text(), re.M
+        ):
             assert name.startswith("hqmq_compile.codec"), f"{path}: {name}"
 
 
-# -- installations -----------------------------------------------------------------------------------
+# -- installations -----------------------------------------------------------------
 CHECK = (
     "import hqmq_compile, pathlib\n"
     "import hqmq_compile.passes, hqmq_compile.kernels, hqmq_compile.integrations\n"
@@ -150,30 +161,33 @@ def test_installation_imports_alike(how, tmp_path):
     )
     if how == "installed":
         assert (site / "hqmq_compile" / "passes" / "normalize.py").is_file()
-    # site.addsitedir runs the .pth file of an editable install, as a real site-packages does.
+    # An interpreter without site-packages (-S) gets these, and the .pth file of an editable install
+    # is run as it is there; other packages come from here, without their .pth files.
     prologue = (
         "import sys, site\n"
-        "sys.path[:] = [p for p in sys.path if p != '']\n"
-        f"sys.meta_path[:] = [m for m in sys.meta_path if 'editable' not in repr(m)]\n"
-        f"site.addsitedir({str(site)!r}); sys.path.insert(0, {str(site)!r})\n"
+        "sys.path[:] = [path for path in sys.path if path]\n"
+        f"site.addsitedir({str(site)!r})\n"
+        f"sys.path.append({sysconfig.get_path('purelib')!r})\n"
     )
-    package, passes = run(prologue + CHECK, cwd=tmp_path).split()
+    package, passes = run(prologue + CHECK, "-S", cwd=tmp_path).split()
     expected = site / "hqmq_compile" if how == "installed" else source / "hqmq_compile"
     assert Path(package) == expected
     assert Path(passes) == (expected / "passes" if how == "installed" else source / "passes")
     entry_points = run(
         prologue + "from importlib.metadata import entry_points\n"
-        "print([e.value for e in entry_points(group='torch_dynamo_backends', name='hqmq')][0])",
+        "print(*(e.value for e in entry_points(group='torch_dynamo_backends', name='hqmq')))",
+        "-S",
         cwd=tmp_path,
     )
     assert entry_points.strip() == "hqmq_compile.backend:hqmq"
-    # In the checkout, the checkout wins, and its folders are found.
-    package, passes = run("import sys; sys.path.insert(0, '')\n" + prologue + CHECK, cwd=ROOT).split()
+    # In a checkout (`python -m pytest`), its package is found first, and with it its folders.
+    package, passes = run(
+        prologue + f"sys.path.insert(0, {str(ROOT)!r})\n" + CHECK, "-S", cwd=ROOT
+    ).split()
+    assert Path(package).parent == Path(passes).parent == ROOT
 
 
 def _copy_checkout(target: Path) -> None:
-    import shutil
-
     target.mkdir()
     for name in ("hqmq_compile", "passes", "kernels"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -182,56 +196,69 @@ def _copy_checkout(target: Path) -> None:
             shutil.copy(ROOT / name, target / name)
 
 
-# -- torchao -----------------------------------------------------------------------------------------
+# -- torchao -----------------------------------------------------------------
 TORCHAO = {
     "torchao first": "import torchao\nfrom hqmq_compile import HQMQConfig\nconfig = HQMQConfig()",
     "hqmq first": "from hqmq_compile import HQMQConfig\nconfig = HQMQConfig()\nimport torchao",
 }
 
 
-@needs_torchao
-@pytest.mark.parametrize("order", TORCHAO)
-def test_config_is_a_torchao_config(order):
-    run(
-        TORCHAO[order] + "\n"
-        "from torchao.core.config import AOBaseConfig, config_from_dict, config_to_dict\n"
-        "import json\n"
-        "assert isinstance(config, AOBaseConfig) and issubclass(HQMQConfig, AOBaseConfig)\n"
-        "for name in HQMQConfig.presets():\n"
-        "    for change in ({}, {'kernel': 'gluon', 'layers': {3: {'key': {'secondary': 21}},\n"
-        "                        0: None}, 'window': 8}, {'med3x': None}):\n"
-        "        config = HQMQConfig.preset(name, **change)\n"
-        "        data = config_to_dict(config)\n"
-        "        assert data == config.to_dict() == json.loads(config.to_json())\n"
-        "        again = config_from_dict(json.loads(json.dumps(data)))\n"
-        "        assert again == config and type(again) is HQMQConfig, (again, config)\n"
-    )
+IS_A_TORCHAO_CONFIG = """
+import json
+from torchao.core.config import AOBaseConfig, config_from_dict, config_to_dict
+
+assert isinstance(config, AOBaseConfig) and issubclass(HQMQConfig, AOBaseConfig)
+changed = {"kernel": "gluon", "layers": {3: {"key": {"secondary": 21}}, 0: None}, "window": 8}
+for name in HQMQConfig.presets():
+    for change in ({}, changed, {"med3x": None}):
+        one = HQMQConfig.preset(name, **change)
+        data = config_to_dict(one)
+        assert data == one.to_dict() == json.loads(one.to_json())
+        again = config_from_dict(json.loads(json.dumps(data)))
+        assert again == one and type(again) is HQMQConfig, (again, one)
+"""
+
+QUANTIZE_COMPILES_THE_MODEL_ONCE = """
+import torch, hqmq_compile.backend
+from torchao.quantization import quantize_
+
+calls = []
+
+class Model(torch.nn.Module):
+    def __init__(self, part=None):
+        super().__init__()
+        self.part, self.a, self.b = part, torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def compile(self, **kwargs):
+        calls.append((self, kwargs))
+
+model = Model(Model())
+weight = model.a.weight
+quantize_(model, config)
+((target, kwargs),) = calls
+assert target is model and model.a.weight is weight
+assert kwargs == {"backend": hqmq_compile.backend.hqmq, "options": {"config": config}}
+quantize_(model, config)
+assert len(calls) == 1
+quantize_(model, HQMQConfig.preset("3bit"))
+assert len(calls) == 2
+quantize_(model, config, lambda module, name: name == "part")
+assert calls[-1][0] is model.part and len(calls) == 3
+"""
 
 
 @needs_torchao
 @pytest.mark.parametrize("order", TORCHAO)
-def test_quantize_compiles_the_model_once(order):
-    run(
-        TORCHAO[order] + "\n"
-        "import torch\n"
-        "from torchao.quantization import quantize_\n"
-        "import hqmq_compile.backend\n"
-        "calls = []\n"
-        "class Model(torch.nn.Module):\n"
-        "    def __init__(self, part=None):\n"
-        "        super().__init__()\n"
-        "        self.part, self.a, self.b = part, torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)\n"
-        "    def compile(self, **kwargs): calls.append((self, kwargs))\n"
-        "model = Model(Model())\n"
-        "weight = model.a.weight\n"
-        "quantize_(model, config)\n"
-        "(target, kwargs), = calls\n"
-        "assert target is model and model.a.weight is weight\n"
-        "assert kwargs == {'backend': hqmq_compile.backend.hqmq, 'options': {'config': config}}\n"
-        "quantize_(model, config)\n"
-        "assert len(calls) == 1\n"
-        "quantize_(model, HQMQConfig.preset('3bit'))\n"
-        "assert len(calls) == 2\n"
-        "quantize_(model, config, lambda module, name: name == 'part')\n"
-        "assert calls[-1][0] is model.part\n"
+def test_torchao_knows_the_config(order):
+    run("\n".join((TORCHAO[order], IS_A_TORCHAO_CONFIG, QUANTIZE_COMPILES_THE_MODEL_ONCE)))
+
+
+@needs_torchao
+def test_torchao_is_known_to_be_missing():
+    output = run(
+        "import sys; sys.modules['torchao'] = None\n"
+        "from hqmq_compile.integrations.torchao import register\n"
+        "try: register()\n"
+        "except ImportError as error: print(type(error).__name__)"
     )
+    assert output.strip() == "ModuleNotFoundError"

@@ -74,8 +74,7 @@ def swap_out(tensor: HQMQTensor) -> None:
     if not isinstance(tensor, HQMQTensor):
         raise TypeError(f"hqmq: expected an HQMQTensor, not {type(tensor).__name__}")
     dense = tensor._hqmq_cell.materialize("swap_out")
-    with torch.inference_mode(tensor.is_inference()):
-        plain = same_memory(dense)
+    plain = same_memory(dense, inference=tensor.is_inference())
     if tensor.requires_grad:
         plain.requires_grad_()
     _exchange(tensor, plain)

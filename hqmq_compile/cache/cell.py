@@ -1,15 +1,16 @@
-"""What a user-visible cache tensor points to: packed buffers, or a dense tensor the user is editing.
+"""What a user-visible cache tensor points to: packed buffers, or a dense tensor being edited.
 
-PyTorch slices are views, and a packed slice cannot be one: `keys[..., :-2, :]` of a packed tensor is
-packed buffers of its own. That is unobservable until somebody writes. So cells that were cut from one
-another remember each other, weakly (`kin`), and the first write to one of them, or the first ordinary
-view of it, gives every living one its part of one dense tensor. From then on they are true views. A
-cell whose relatives are gone (`layer.keys = layer.keys[..., :-2, :]`) stays packed.
+PyTorch slices are views, and a packed slice cannot be one: `keys[..., :-2, :]` of a packed tensor
+is packed buffers of its own. Nobody can tell until somebody writes. So cells that were cut from one
+another remember each other, weakly (`kin`), and the first write to one of them, or the first
+ordinary view of it, gives every living one its part of one dense tensor. From then on they are true
+views. A cell whose relatives are gone (`layer.keys = layer.keys[..., :-2, :]`) stays packed.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 
 import torch
@@ -44,7 +45,7 @@ class Cell:
         return self.packed.dequantize() if self.dense is None else self.dense
 
     def relatives(self) -> list[Cell]:
-        """Other living packed cells that must become views of the same memory when this one does."""
+        """Other living packed cells, which must become views of one memory when this one does."""
         cells = (ref() for ref in self.kin)
         return [cell for cell in cells if cell is not None and cell is not self and cell.is_packed]
 
@@ -143,12 +144,16 @@ def _overlay(parts: list[torch.Tensor], starts: list[int]) -> list[torch.Tensor]
     return slices
 
 
-def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of `tensor` that is no view: it keeps the storage, not a base."""
-    with torch.no_grad():
+def same_memory(tensor: torch.Tensor, *, inference: bool = False) -> torch.Tensor:
+    """A tensor over the memory of `tensor` that is no view: it holds the storage, not a base."""
+    with torch.inference_mode(inference), torch.no_grad():
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """References to the storage of `tensor`: 2 when only `tensor` (and this very look) holds it."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """References to the storage of a plain tensor; 2 if only the tensor, and this look, has one."""
+    storage = tensor.untyped_storage()
+    probe = object()
+    # However many python names the storage object has, they are one C++ reference.
+    names = sys.getrefcount(storage) - sys.getrefcount(probe)
+    return torch._C._storage_Use_Count(storage._cdata) + names

@@ -1,26 +1,31 @@
 """`HQMQTensor`: what a user finds where a KV cache tensor was.
 
 To PyTorch it is an ordinary tensor `[B, H, T, D]` in the dtype of the cache. It is *packed* until
-somebody needs its memory: pure reads dequantise temporarily, batch selection, crop, `zero_`, `clone`,
-`to`, copying and saving work on the packed buffers. Any other view and any in-place edit makes it
-*materialised*, a real dense tensor with true views, so no write is ever lost. `repack` goes back.
+somebody needs its memory: pure reads dequantise temporarily; batch selection, crop, `zero_`,
+`clone`, `to`, copying and saving work on the packed buffers. Any other view and any in-place edit
+makes it *materialised*, a real dense tensor with true views, so no write is ever lost. `repack`
+goes back.
 
-Dynamo traces it as a wrapper subclass whose only inner tensor is an empty token, so guards see shape
-and dtype, never the state or the packed buffers. The token also means that a graph compiled by
-another backend cannot read the content: that is an error at compile time.
+To Dynamo it is a wrapper subclass whose only inner tensor is an empty token, so guards see shape
+and dtype, never the state or the packed buffers. Its fake is an ordinary FakeTensor (with an
+attribute `_is_hqmq`), so whatever can be traced with a plain cache can be traced with this one.
+Compiled code of another backend that reads the memory gets an error: there is no memory.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from typing import Self
 
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention
+from torch.utils._pytree import tree_map_only
 
 from .cell import Cell, rebuild_cell, same_memory
 from .store import PackedKV
-from .tensor_ops import dispatch, repeat_rows, slice_slots, slots, traced
+from .tensor_ops import dispatch, repeat_rows, slice_slots, slots
 
 # Where torch itself looks at the storage of a wrapper, to describe it to a tracer.
 _TRACERS = ("torch._subclasses", "torch._dynamo", "torch._functorch", "torch._inductor", "torch.fx")
@@ -36,57 +41,61 @@ class HQMQTensor(torch.Tensor):
     _is_hqmq = True
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    _hqmq_cell: Cell | None  # None while tracing
+    _hqmq_cell: Cell
     _hqmq_token: torch.Tensor
 
     @staticmethod
     def __new__(cls, packed: PackedKV) -> Self:
-        return cls._wrap(Cell(packed), _token(packed.device), packed.shape, packed.dtype)
+        return cls._wrap(Cell(packed))
 
     def __init__(self, packed: PackedKV) -> None:
         pass
 
     @classmethod
-    def _wrap(cls, cell, token, shape, dtype, strides=None) -> HQMQTensor:
+    def _wrap(cls, cell: Cell) -> HQMQTensor:
+        packed = cell.packed
         self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=dtype, device=token.device, storage_size=0
+            cls, packed.shape, dtype=packed.dtype, device=packed.device, storage_size=0
         )
-        torch._C._set_throw_on_mutable_data_ptr(self)  # C++ must not read at address 0
-        self._hqmq_cell, self._hqmq_token = cell, token
+        _forbid_address(self)
+        self._hqmq_cell = cell
+        with torch.inference_mode(False):  # one kind of token, or Dynamo would guard on the mode
+            self._hqmq_token = torch.empty(0, device=packed.device)
         return self
 
-    def _with(self, cell: Cell | None) -> HQMQTensor:
+    def _with(self, cell: Cell) -> HQMQTensor:
         """A tensor like this one over `cell`; an inference tensor if this one is."""
-        if cell is None:
-            return self._wrap(None, self._hqmq_token.detach(), self.shape, self.dtype)
         with torch.inference_mode(self.is_inference()):
-            return self._wrap(cell, _token(cell.packed.device), cell.packed.shape, self.dtype)
+            return self._wrap(cell)
 
     # -- tracing ---------------------------------------------------------------------------------
     def __tensor_flatten__(self):
         return ["_hqmq_token"], (self.dtype,)
 
     @classmethod
-    def __tensor_unflatten__(cls, inner, context, size, stride) -> HQMQTensor:
-        return cls._wrap(None, inner["_hqmq_token"], size, context[0], stride)
+    def __tensor_unflatten__(cls, inner, context, size, stride) -> torch.Tensor:
+        token = inner["_hqmq_token"]
+        if type(token) is torch.Tensor and not token.is_meta:
+            raise RuntimeError("hqmq: a quantised cache tensor cannot be rebuilt from its token")
+        fake = token.new_empty_strided(size, stride, dtype=context[0])
+        fake._is_hqmq = True
+        return fake
 
     # -- state -----------------------------------------------------------------------------------
     @property
     def is_packed(self) -> bool:
         """True: the content is packed. False: it is a dense tensor that the user may be editing."""
-        return self._hqmq_cell is None or self._hqmq_cell.is_packed
+        return self._hqmq_cell.is_packed
 
     @property
     def packed(self) -> PackedKV | None:
         """The packed content, None while materialised. For graphs: see `repack` before writing."""
-        cell = self._hqmq_cell
-        return cell.packed if cell is not None and cell.is_packed else None
+        return self._hqmq_cell.packed if self.is_packed else None
 
     @property
     def dense(self) -> torch.Tensor | None:
         """The content while materialised, as a plain tensor over the same memory; else None."""
-        cell = self._hqmq_cell
-        return None if cell is None or cell.is_packed else same_memory(cell.dense)
+        return None if self.is_packed else same_memory(self._hqmq_cell.dense)
 
     @property
     def stored_bytes(self) -> int:
@@ -106,12 +115,10 @@ class HQMQTensor(torch.Tensor):
     def dequantize(self) -> torch.Tensor:
         """The content as a plain tensor of its own `[B, H, T, D]`."""
         cell = self._hqmq_cell
-        if cell is None:
-            return traced(self, "dequantize")
         return cell.packed.dequantize() if cell.is_packed else cell.dense.clone()
 
     def materialize(self, why: str = "materialize()") -> torch.Tensor:
-        """Become dense; returns a plain tensor over the same memory (writes to it reach this one)."""
+        """Become dense; returns a plain tensor over the same memory, so writes to it count."""
         self._hqmq_cell.materialize(why)
         return self.dense
 
@@ -136,9 +143,9 @@ class HQMQTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
 
-    # -- python methods that never reach the dispatcher, or reach it as views -----------------------
-    # A native slice made by the dispatcher would be a view with this tensor as its base, and the base
-    # would keep the whole cache alive. Hence `__getitem__` and friends, where autograd is not needed.
+    # -- python methods that the dispatcher sees too late, or not at all ----------------------------
+    # A slice made by the dispatcher would be a view with this tensor as its base, and the base would
+    # keep the whole cache alive. Hence `__getitem__` and friends, where autograd is not needed.
     def __getitem__(self, index):
         if self._is_native():
             bounds = slots(index, self.shape)
@@ -147,8 +154,8 @@ class HQMQTensor(torch.Tensor):
         return super().__getitem__(index)
 
     def narrow(self, dim, start, length):
-        if self._is_native() and dim in (2, -2) and isinstance(start, int) and 0 <= start:
-            if 0 < length and start + length <= self.shape[2]:
+        if self._is_native() and dim in (2, -2) and isinstance(start, int) and start >= 0:
+            if length > 0 and start + length <= self.shape[2]:
                 return slice_slots(self, start, start + length)
         return super().narrow(dim, start, length)
 
@@ -160,8 +167,7 @@ class HQMQTensor(torch.Tensor):
         return super().repeat_interleave(repeats, dim, output_size=output_size)
 
     def _is_native(self) -> bool:
-        cell = self._hqmq_cell
-        return cell is not None and cell.is_packed and not self.requires_grad
+        return self.is_packed and not self.requires_grad
 
     def detach(self):
         return self._with(self._hqmq_cell)
@@ -187,7 +193,7 @@ class HQMQTensor(torch.Tensor):
         return self._hqmq_cell.read().tolist()
 
     def numpy(self, *, force: bool = False):
-        """As `Tensor.numpy`: shares memory with this tensor, which stays dense as long as it lives."""
+        """As `Tensor.numpy`: shares memory with this tensor, which stays dense meanwhile."""
         return self.materialize("numpy()").numpy(force=force)
 
     def __dlpack__(self, **options):
@@ -208,7 +214,7 @@ class HQMQTensor(torch.Tensor):
 
     def untyped_storage(self):
         cell = self._hqmq_cell
-        if cell is None or sys._getframe(1).f_globals.get("__name__", "").startswith(_TRACERS):
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(_TRACERS):
             return super().untyped_storage()
         if cell.is_packed:
             raise RuntimeError(_NO_ADDRESS.format("storage"))
@@ -238,14 +244,13 @@ class HQMQTensor(torch.Tensor):
         return _rebuild, (self._hqmq_cell, self.requires_grad, self._attributes())
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        if self._hqmq_cell is None:
-            return f"HQMQTensor(shape={tuple(self.shape)}, dtype={self.dtype}, traced)"
         state = f"{self.bits_per_element:.2f} bits" if self.is_packed else "materialised"
         return f"HQMQTensor({self._hqmq_cell.read()!r}, {state})"
 
 
 _NO_ADDRESS = (
-    "hqmq: a quantised cache tensor has no {} of dense data; call .dequantize() for a plain copy, or"
+    "hqmq: a quantised cache tensor has no {} of dense data, which this code (or a graph that"
+    " another torch.compile backend compiled) asks for; call .dequantize() for a plain copy, or"
     " .materialize() for a plain tensor over the same memory"
 )
 
@@ -261,6 +266,19 @@ def _rebuild(cell: Cell, requires_grad: bool, attributes: dict) -> HQMQTensor:
 torch.serialization.add_safe_globals([_rebuild, rebuild_cell])
 
 
-def _token(device) -> torch.Tensor:
-    with torch.inference_mode(False):  # one kind of token, or Dynamo would guard on the mode
-        return torch.empty(0, device=device)
+def _forbid_address(tensor: HQMQTensor) -> None:
+    """Make C++ code that asks for the memory fail, where it would read at address 0."""
+    if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):  # CUDA builds
+        storage = torch.Tensor.untyped_storage(tensor)
+        torch._C._set_storage_data_ptr_access_error_msg(
+            storage._cdata, _NO_ADDRESS.format("memory")
+        )
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+@flex_attention.py_impl(HQMQTensor)
+def _flex_attention(*args, **kwargs):
+    """Eager flex attention: higher-order ops do not reach `__torch_dispatch__`."""
+    read = functools.partial(tree_map_only, HQMQTensor, lambda t: t._hqmq_cell.read())
+    return flex_attention(*read(args), **read(kwargs))

@@ -1,7 +1,7 @@
-"""What reaches `HQMQTensor.__torch_dispatch__`: ops on packed buffers, and all others on dense tensors.
+"""What `HQMQTensor.__torch_dispatch__` does: some ops on packed buffers, all others on dense tensors.
 
-A native op returns NotImplemented where it does not apply (content not packed, another dim, ...);
-then `run_dense` does it: a read gets a temporary dense tensor, a view or a write the materialised one.
+A native op returns NotImplemented where it does not apply (content not packed, another dim, ...).
+Then `run_dense` takes over: a read gets a temporary dense tensor, a view or a write the real one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ def dispatch(func, args, kwargs):
         result = native(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if not isinstance(func, torch._ops.OpOverload):  # a higher-order op: it has no schema
-        return func(*tree_map(_read, args), **tree_map(_read, kwargs))
     aliasing = any(a.alias_info is not None for a in func._schema.arguments)
     if aliasing and _is_composite(func):  # reaches us undecomposed in inference mode
         return func.decompose(*args, **kwargs)
@@ -42,20 +40,11 @@ def _is_composite(func) -> bool:
 
 
 # Ops that only look at shape, dtype and device of their tensor.
-_SHAPE_ONLY = {"is_pinned", "is_same_size", "sym_size", "sym_numel"}
+_SHAPE_ONLY = {"is_pinned", "is_same_size"}
 # In-place changes of shape or strides that carry no tag.
 _RESHAPES = {"resize_", "squeeze_"}
-
-
 # Ops whose arguments were computed from the strides of the wrapper, which are always contiguous.
 _STRIDED = {"view", "as_strided", "as_strided_scatter", "_reshape_alias", "_reshape_copy"}
-
-
-def _read(value):
-    if not is_hqmq(value):
-        return value
-    cell = value._hqmq_cell
-    return traced(value, "a higher-order operator") if cell is None else cell.read()
 
 
 def _check_shape(value, name: str) -> None:
@@ -70,7 +59,7 @@ def _check_shape(value, name: str) -> None:
 
 
 def run_dense(func, args, kwargs, aliasing: bool):
-    """`func` on dense tensors: temporary ones where it only reads, the materialised ones elsewhere."""
+    """`func` on dense tensors: temporary ones where it only reads, else the materialised ones."""
     name = func.overloadpacket.__name__
     schema = func._schema
     shape_only = name.endswith("_like") or name.startswith("new_") or name in _SHAPE_ONLY
@@ -88,15 +77,13 @@ def run_dense(func, args, kwargs, aliasing: bool):
                 " call .dequantize() first"
             )
         cell = value._hqmq_cell
-        if cell is None:
-            result = traced(value, name)
-        elif alias_info is not None:
+        if alias_info is not None:
             result = cell.materialize(name)
         elif shape_only:
             result = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         else:
             result = dense[id(value)] if id(value) in dense else cell.read()
-        if cell is not None and name in _STRIDED and not result.is_contiguous():
+        if name in _STRIDED and not result.is_contiguous():
             raise RuntimeError(
                 f"hqmq: {name} of a slice that shares the memory of another cache tensor; call"
                 " .clone() first"
@@ -130,18 +117,7 @@ def run_dense(func, args, kwargs, aliasing: bool):
     return returned(out, schema.returns[0]) if schema.returns else out
 
 
-def traced(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """What stands for the content while Dynamo propagates shapes."""
-    token = tensor._hqmq_token
-    if type(token).__name__ == "FunctionalTensor" or torch._is_functional_tensor(token):
-        raise RuntimeError(
-            f"hqmq: {name} of a quantised KV cache in a graph that the hqmq backend did not compile;"
-            " pass cache.dequantize() to it, or un-adopt the cache with hqmq_compile.unadopt first"
-        )
-    return token.new_empty(tensor.shape, dtype=tensor.dtype)
-
-
-# -- native operations -------------------------------------------------------------------------------
+# -- native operations ---------------------------------------------------------------------------
 def slots(index, shape) -> tuple[int, int] | None:
     """The slots that `tensor[index]` keeps, if it is a plain slice of dim 2; else None."""
     items = index if isinstance(index, tuple) else (index,)
@@ -168,7 +144,8 @@ def slice_slots(self: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 
 def _slice(self, dim=0, start=None, end=None, step=1):
-    if _not_packed(self):
+    # Elsewhere autograd makes the result a view with `self` as its base, which Dynamo cannot trace.
+    if _not_packed(self) or not self.is_inference():
         return NotImplemented
     index = [slice(None)] * self.dim()
     index[dim] = slice(start, end, step)
@@ -177,7 +154,7 @@ def _slice(self, dim=0, start=None, end=None, step=1):
 
 
 def _not_packed(value) -> bool:
-    return not (is_hqmq(value) and value._hqmq_cell is not None and value._hqmq_cell.is_packed)
+    return not (is_hqmq(value) and value.is_packed)
 
 
 def _select(self, index: torch.Tensor) -> torch.Tensor:
@@ -214,7 +191,7 @@ def repeat_rows(self, repeats, dim=None, output_size=None):
 def _zero_(self):
     cell = self._hqmq_cell
     # A growing store may share its buffers with a longer one (copy on write): not zeroed in place.
-    if cell is None or cell.packed.growing or not cell.is_alone():
+    if cell.packed.growing or not cell.is_alone():
         return NotImplemented
     with torch.inference_mode(False), torch.no_grad():
         cell.packed.zero_()
@@ -238,7 +215,7 @@ def _to_copy(
     non_blocking=False,
     memory_format=None,
 ):
-    # To another dtype: rounded from this one's values, as a plain tensor would be, hence not packed.
+    # To another dtype: rounded from the values in this one, as of a plain tensor; hence not packed.
     if _not_packed(self) or dtype not in (None, self.dtype):
         return NotImplemented
     if layout not in (None, torch.strided) or memory_format not in (None, torch.preserve_format):
@@ -261,14 +238,6 @@ def _copy_(self, source, non_blocking=False):
     return self
 
 
-def _same_shape(self, shape, **options):
-    """`view` and `expand` to the tensor's own shape."""
-    if _not_packed(self) or len(shape) != self.dim() or list(shape).count(-1) > 1:
-        return NotImplemented
-    same = all(new in (-1, old) for new, old in zip(shape, self.shape, strict=True))
-    return self.detach() if same else NotImplemented
-
-
 def _record_stream(self, stream):
     if _not_packed(self):
         return NotImplemented
@@ -277,17 +246,9 @@ def _record_stream(self, stream):
     return None
 
 
-def _alias(self):
-    return self.detach() if is_hqmq(self) else NotImplemented
-
-
 NATIVE: dict[object, Callable] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.lift_fresh.default: _alias,
+    aten.detach.default: lambda self: self.detach(),
     aten.detach_.default: lambda self: self,
-    aten.view.default: _same_shape,
-    aten.expand.default: _same_shape,
     aten.slice.Tensor: _slice,
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,

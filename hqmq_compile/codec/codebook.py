@@ -172,8 +172,8 @@ def _right_product(x: list[Tensor], rows, out: list[Tensor], scratch: Tensor) ->
             w.add_(torch.mul(xj, rj, out=scratch))
 
 
-# Elements of one temporary. On the CPU small enough for the caches and for torch to run an operation
-# in the calling thread: the barriers of its own threads would cost more than such an operation.
+# Elements of one temporary. On the CPU: small enough for the caches, and for torch to run each
+# operation in the calling thread; the barriers of its own threads would cost more.
 _SLICE = {"cpu": 2**15 - 1}
 _SLICE_ON_DEVICE = 2**24
 _CHUNKS_PER_THREAD = 2**13

@@ -68,6 +68,8 @@ def test_training_is_reproducible_to_the_bit(script, tmp_path, size, sha):
 def test_command_line(script, tmp_path, monkeypatch, capsys):
     args = ["--sizes", "3", "--starts", "1", "--iterations", "4", "--samples", "500", "--out"]
     monkeypatch.setattr(sys, "argv", ["make_codebooks.py", *args, str(tmp_path)])
+    threads = torch.get_num_threads()
     script.main()
+    torch.set_num_threads(threads)
     assert capsys.readouterr().out.startswith("S=3 sin2=0.")
     assert (tmp_path / "universal_3.bin").stat().st_size == 48

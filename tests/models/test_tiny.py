@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.models.tiny import ARCHITECTURES, cache_keyword, prompt, tiny
 
 pytest.importorskip("transformers")

@@ -195,8 +195,10 @@ def test_a_router_softmax_is_no_attention(analyze):
     def route(x):
         weights = F.softmax(x @ gate, -1, dtype=torch.float32)
         values, index = weights.topk(2, -1)
-        return sum(values[..., i, None] * (x[..., None, :] @ experts[index[..., i]])[..., 0, :]
-                   for i in range(2))
+        return sum(
+            values[..., i, None] * (x[..., None, :] @ experts[index[..., i]])[..., 0, :]
+            for i in range(2)
+        )
 
     assert analyze(route)(torch.randn(3, D)).attentions == []
 

@@ -236,8 +236,9 @@ def test_growing(analyze, function, dynamic):
     assert analysis.match.reason is None and analysis.match.kind == kinds.GROWING
     assert analysis.match.source_name == "L['pk']"
     assert analysis.match.key.outputs == [1] and analysis.match.value.outputs == [2]
-    assert scalar(analysis.match.key.keep) == (W - 1 if function is grow_window else
-                                               scalar(analysis.match.key.keep))
+    assert scalar(analysis.match.key.keep) == (
+        W - 1 if function is grow_window else scalar(analysis.match.key.keep)
+    )
     assert check_slots(analysis, values) == 1
     if dynamic:
         for length in (9, 12, 30):
@@ -524,7 +525,7 @@ def not_kept(q, k, v, kc, vc, pos):
         (part_returned, kinds.IN_PLACE, "returned in part"),
         (one_tensor, kinds.IN_PLACE, "share one cache"),
         (also_a_mask, kinds.IN_PLACE, "read by aten.scaled_dot_product_attention"),
-        (cast_between, None, "aten.to"),
+        (cast_between, kinds.IN_PLACE, "cast from float32 to float16"),
         (different_positions, kinds.IN_PLACE, "different positions"),
         (positions_change, kinds.IN_PLACE, "positions that change"),
         (in_place_add, kinds.IN_PLACE, "index_put_"),
@@ -639,7 +640,9 @@ def test_sliding_static_models(steps, name, attention):
             assert match.kind == kind
             if kind == WIN:
                 assert (match.key.start, match.key.keep, match.first) == (8, 8, 1)
-                assert scalar(match.length) in (8 if step == 2 else 12, "s31 + 7", "7 + s31") or step
+                assert (
+                    scalar(match.length) in (8 if step == 2 else 12, "s31 + 7", "7 + s31") or step
+                )
 
 
 @pytest.mark.parametrize(

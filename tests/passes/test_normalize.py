@@ -166,7 +166,9 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        dense = torch.utils._pytree.tree_map_only(Packed, lambda p: p.inner.new_zeros(p.shape), args)
+        dense = torch.utils._pytree.tree_map_only(
+            Packed, lambda p: p.inner.new_zeros(p.shape), args
+        )
         return function(*dense, **(kwargs or {}))
 
 
