@@ -113,16 +113,25 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
 
     origin = int(key_buffers.state[START])
     slot = _consecutive(positions, start)
-    fresh = None
-    if exact and slot is not None and key.shape[2] > min(key_spec.window, value_spec.window):
+    long = key.shape[2] > min(key_spec.window, value_spec.window)
+    fresh, seen = None, (key_buffers, value_buffers)
+    if exact and long and slot is not None:
         fresh = _attend.Fresh(key, value, origin + slot)
+    elif long and keep:  # the call reads stored slots that its own write evicts
+        seen = tuple(
+            _write.extended(spec, buffers, tokens, slot)
+            for spec, buffers, tokens in (
+                (key_spec, key_buffers, key),
+                (value_spec, value_buffers, value),
+            )
+        )
     else:
         store()
     out = _attend.attend(
-        query, key_spec, key_buffers, value_spec, value_buffers, origin + first, length,
+        query, key_spec, seen[0], value_spec, seen[1], origin + first, length,
         fresh=fresh, **options,
     )  # fmt: skip
-    if fresh is not None:
+    if long and (fresh is not None or keep):
         store()
     return out
 

@@ -242,7 +242,7 @@ def quantize(
     # NaN counts as infinite: maxima of Triton pass over NaN.
     counted = tl.where(radii <= FLOAT_MAX, radii, float("inf"))
     counted = tl.where(kept | (c >= L.chunks), 0.0, counted)
-    scale = tl.zeros_like(radii)
+    scale = tl.full(radii.shape, 1.0, tl.float32)
     for group in tl.static_range(GROUPS):
         if GROUPS == 1:
             amax = tl.max(counted, 1)

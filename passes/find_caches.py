@@ -1,9 +1,9 @@
 """Pair every attention with the caches of its keys and values, and account for all their readers.
 
-A cache is packed only when each node that reads or writes it is understood: its one write, supported
-attentions after that write, the graph's outputs, and sizes. Anything else, and the cache is left
-alone with that node's name and source line as the reason; so is the other cache of the same
-attention, and every other attention that reads either. `graph_types` has the common semantics.
+A cache is packed only when each node that reads or writes it is understood: its one write,
+supported attentions after that write, the graph's outputs, and sizes. Anything else, and the cache
+is left alone with that node's name and source line as the reason; so is the other cache of the
+same attention, and every other attention that reads either. `graph_types` has the semantics.
 """
 
 from __future__ import annotations
@@ -13,10 +13,26 @@ import dataclasses
 from torch.fx import Graph, Node
 
 from . import graph_types as kinds
-from . import views
-from .cache_writes import GATHERS, LINEAR, SEQ, STRICT_VIEWS, Cache, NoCache, Read, Writes
+from . import nodes, views
+from .cache_types import SEQ, Cache, NoCache, Read
+from .cache_writes import Writes
+from .foreign_caches import GATHERS, LINEAR
 from .graph_types import Attention, Match
-from .views import aten, rank, shape
+from .nodes import aten, rank, shape
+
+STRICT_VIEWS = {  # these alias their input, whatever its strides
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.narrow.default,
+    aten.view.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.alias.default,
+    aten.detach.default,
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -173,7 +189,7 @@ def _refuse(writes: Writes, pair: _Pair, accepted: list[_Pair]) -> bool:
 
 
 def _foreign_reader(writes: Writes, cache: Cache, accepted: list[_Pair]) -> str | None:
-    """The first node that reads or writes a cache and is not understood, as "read by ...", or None."""
+    """The first node that uses a cache and is not understood, as "read by ...", or None."""
     paths, attentions = _readers(cache, accepted)
     tracked = set(cache.frames)
     if cache.write.tokens in tracked:  # the tokens themselves are the model's to read
@@ -225,7 +241,7 @@ def _readers(cache: Cache, accepted: list[_Pair]) -> tuple[set[Node], dict[Node,
 
 
 def _carries(user: Node, node: Node) -> bool:
-    """Whether a node of the write hands cache data on (a view, roll or cat does, `copy_` does not)."""
+    """Whether a node of the write hands cache data on, as a view, a roll or a cat does."""
     return node in user.args or user.target is aten.cat.default
 
 
@@ -242,7 +258,7 @@ def _reads_as_cache(attentions: list[Attention], node: Node) -> bool:
 
 
 def _unsettled(writes: Writes, cache: Cache, attention: Attention) -> str | None:
-    """The fused op stands where the attention stood: what it writes must still be the same there."""
+    """Why the fused op, which stands where the attention stood, would write something else."""
     write = cache.write
     anchor = cache.commit or next(iter(cache.frames))
     for what, node in (("tokens", write.tokens), ("positions", write.positions)):

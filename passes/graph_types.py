@@ -1,13 +1,15 @@
 """What the finders hand to the rewriter: attentions, cache writes, and the pairs of both.
 
-Every kind of cache (`shared/graphs.md`) is told in the same terms. Before the call the cache tensor
-`[B, Hkv, len, D]` holds logical slots `0 .. len - 1`. The call writes `n` new tokens at slots
-`start .. start + n - 1`; slots beyond `len` are new room. Then, where `keep` is given, only the
-newest `keep` slots remain (all of them when there are fewer) and logical index 0 moves up. Attention
-reads slots `first .. first + length - 1`, still counted from the logical index 0 of before the call.
+Every kind of cache (`shared/graphs.md`) is told in the same terms. Before the call the cache
+tensor `[B, Hkv, len, D]` holds logical slots `0 .. len - 1`. The call writes `n` new tokens at
+slots `start .. start + n - 1`; slots beyond `len` are new room (a growing cache always starts at
+`len`). Then, where `keep` is given, only the newest `keep` slots remain (all of them when there
+are fewer) and logical index 0 moves up. Attention reads slots `first .. first + length - 1`, still
+counted from the logical index 0 of before the call.
 
-Scalars are Python ints where static, else nodes of the graph. The finders may add such scalar nodes
-(sums of SymInt placeholders, right behind the placeholders); they change nothing else.
+Scalars are Python ints where static, else nodes of the graph. The finders may add pure nodes: sums
+of SymInt inputs (right behind the placeholders), `logical_not` of a mask, `unsqueeze` / `reshape`
+of what is written. They change and remove nothing.
 """
 
 from __future__ import annotations
@@ -44,14 +46,13 @@ class Attention:
         query: `[B, Hq, n, D]`.
         scale: factor on the logits; None means `1 / sqrt(D)`.
         mask: bool (True = attend) or additive float, broadcastable to `[B, Hq, n, T]`, or None.
-        mask_inverted: a bool mask with True = do not attend (`masked_fill`).
         causal: top-left aligned, as `is_causal` of SDPA.
         softcap: `softcap * tanh(logits / softcap)`, before the mask.
         sinks: `[Hq]`, or None.
         groups: query heads per KV head.
-        nodes: every node that the attention consists of (matmuls, softmax, ...), in program order.
-        key_path: the no-op and expanding nodes between `key` and the attention, nearest to `key` last;
-            empty where the attention reads `key` itself. `value_path` likewise.
+        nodes: all nodes that the attention consists of (matmuls, softmax, ...), in order.
+        key_path: the no-op and expanding nodes between `key` and the attention, nearest to `key`
+            last; empty where the attention reads `key` itself. `value_path` likewise.
         source: "file.py:line", innermost frame of the model's own code.
         module: path of the module the node came from, such as "model.layers.0.self_attn", or "".
         reason: why it cannot be rewritten, or None. Fields that were not recognised are then None.
@@ -64,7 +65,6 @@ class Attention:
     value: Node | None = None
     scale: float | None = None
     mask: Node | None = None
-    mask_inverted: bool = False
     causal: bool = False
     softcap: float | None = None
     sinks: Node | None = None
@@ -120,13 +120,13 @@ class Match:
     """One attention with the caches it reads, or why there is none.
 
     Attributes:
-        attention: the attention; None for a tensor that is written like a cache but never attended.
+        attention: None for a tensor that is written like a cache but never attended.
         key, value: their writes; None where not recognised.
         first, length: slots that attention reads (module docstring); None where not recognised.
-        kind: kind of both caches, as far as recognised; None when the attention has no cache at all.
+        kind: kind of both caches, as far as recognised; None for an attention without cache.
         shared: more than one attention reads these caches (the write happens once).
-        source_name: Dynamo source of the key cache, such as `L['cache'].layers[0].keys`; for a cache
-            without placeholder the module path of the attention.
+        source_name: Dynamo source of the key cache, such as `L['cache'].layers[0].keys`; for a
+            cache without placeholder the module path of the attention.
         reason: why the graph is left alone here, or None for a match.
     """
 

@@ -20,7 +20,7 @@ SIZE_OPS = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default}
 
 
 def arg(node: Node, name: str, default: Any = None) -> Any:
-    """Argument `name` of an aten call, wherever it was passed; its schema default when it was not."""
+    """Argument `name` of an aten call, wherever it was passed, or its default in the schema."""
     if name in node.kwargs:
         return node.kwargs[name]
     schema = getattr(node.target, "_schema", None)

@@ -1,8 +1,8 @@
 """First pass: pre-dispatch ATen of a copy of the Dynamo graph.
 
-At this level each attention and each cache update has one spelling per kind (SDPA is one node, masks
-and group expansion are still visible, writes are still in place), and inductor compiles the result as
-it would the original (`shared/graphs.md`). Nothing is functionalised, so program order is meaning.
+At this level each attention and each cache update has one spelling per kind (SDPA is one node,
+masks and group expansion are still visible, writes are still in place), and inductor compiles the
+result as it would the original. Nothing is functionalised, so program order is meaning.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def normalize(
             None takes them from the placeholders' `example_value`.
 
     Returns:
-        The traced module (same inputs, same flat tuple of outputs) and one PlaceholderInfo an input.
+        The traced module (same inputs, same flat tuple of outputs) and a PlaceholderInfo per input.
         Every node keeps `stack_trace` and `nn_module_stack`; `meta["val"]` holds fake values; the
         placeholders also keep `_dynamo_source`, `tensor_dict`, and a `meta["hqmq_source"]` string.
 
@@ -82,7 +82,7 @@ def normalize(
             infos.append(PlaceholderInfo(index, node.name, source_name(node), value, packed))
             values.append(value)
 
-    # tracing(None): the ambient tracing context belongs to Dynamo, whose fake mode would be mixed in.
+    # tracing(None): the ambient tracing context is Dynamo's, whose fake mode would be mixed in.
     with (
         torch._guards.tracing(None),
         mode or contextlib.nullcontext(),
@@ -132,12 +132,12 @@ def _fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
 
 
 def _plain_fake(value: torch.Tensor) -> torch.Tensor:
-    """A fresh fake tensor of the same metadata, so that mutations in the graph stay in the graph."""
+    """A fresh fake tensor of the same metadata: mutations in the graph stay in the graph."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _copy_metadata(gm: GraphModule, traced: GraphModule, infos: list[PlaceholderInfo]) -> None:
-    """Carry over what AOT autograd reads from a Dynamo graph: sources, static inputs, compile id."""
+    """Carry over what AOT autograd reads of a Dynamo graph: sources, static inputs, its id."""
     traced.meta.update(gm.meta)
     for field in MODULE_FIELDS:
         if hasattr(gm, field):
@@ -210,7 +210,7 @@ def _uniform_value(value: torch.Tensor, real: torch.Tensor | None) -> int | floa
 
 
 def _drop_detach(graph: torch.fx.Graph) -> None:
-    """Remove `detach_` of fresh tensors: without grad it is the identity, but counts as a mutation."""
+    """Remove `detach_`: without grad it is the identity, but counts as a mutation."""
     for node in graph.find_nodes(op="call_function", target=aten.detach_.default):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloorDiv
 
 from .graph_types import Scalar
-from .views import aten, shape
+from .nodes import aten, shape
 
 FOLDS = {
     sympy.Add: operator.add,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..codec.spec import CacheSpec
-from .cell import same_memory, storage_users
+from .cell import same_memory, shares_storage
 from .store import PackedKV
 from .tensor import OWN_ATTRIBUTES, HQMQTensor
 
@@ -37,8 +37,8 @@ def exclusive(tensor: torch.Tensor) -> str | None:
     # One C++ reference from the python object; a living view holds another as its base.
     if tensor._use_count() != 1:
         return "a view of it is alive, or C++ code holds it"
-    if storage_users(tensor) != 2:
-        return "another tensor shares its storage"
+    if shares_storage(tensor):
+        return "something else holds its storage"
     # Also true of what torch.load returns. But an owner outside torch cannot be told from a file.
     if not tensor.untyped_storage().resizable():
         return "its memory may belong to numpy, DLPack or a file; replace it by its .clone()"

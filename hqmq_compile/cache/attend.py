@@ -169,7 +169,8 @@ def _attend_fresh(query, first, length, scale, mask, causal, softcap, sinks, fre
     if mask is not None and mask.shape[-1] == length:
         mask = mask[..., a:b]
     key, value = fresh.key.to(query.dtype), fresh.value.to(query.dtype)
-    return torch.nn.functional.scaled_dot_product_attention(
+    out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
+    return out.contiguous()  # SDPA keeps the strides of the query; the op promises contiguous
 

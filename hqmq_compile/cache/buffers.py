@@ -45,6 +45,7 @@ class Buffers(NamedTuple):
 
 
 FIELDS = len(Buffers._fields)
+PER_BLOCK = ("codes", "scales", "pool", "exponents", "means")  # grow with the capacity
 
 
 def shapes(spec: CacheSpec, batch, heads, blocks) -> list[tuple[tuple, torch.dtype]]:

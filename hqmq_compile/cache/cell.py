@@ -57,7 +57,7 @@ class Cell:
 
     def _shared_by(self) -> str | None:
         # Our own python reference is not counted; views, numpy arrays and DLPack capsules are.
-        if self.dense._use_count() != 1 or storage_users(self.dense) != 2:
+        if self.dense._use_count() != 1 or shares_storage(self.dense):
             return "a view of it is alive"
         if self.dense.device.type == "cpu" and self.dense.is_shared():
             return "it is in memory shared with other processes"
@@ -150,10 +150,12 @@ def same_memory(tensor: torch.Tensor, *, inference: bool = False) -> torch.Tenso
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)
 
 
-def storage_users(tensor: torch.Tensor) -> int:
-    """References to the storage of a plain tensor; 2 if only the tensor, and this look, has one."""
+def shares_storage(tensor: torch.Tensor) -> bool:
+    """Whether anything but the plain `tensor` holds its storage: a tensor, an array, a storage."""
+    return _holders(tensor) > _holders(torch.empty(1))
+
+
+def _holders(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
-    probe = object()
-    # However many python names the storage object has, they are one C++ reference.
-    names = sys.getrefcount(storage) - sys.getrefcount(probe)
-    return torch._C._storage_Use_Count(storage._cdata) + names
+    # All python names of a storage object are one C++ reference.
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)

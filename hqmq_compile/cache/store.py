@@ -16,7 +16,7 @@ from .buffers import (
     growing_blocks,
     static_blocks,
 )
-from .read import block_ids, dequantize, read_slots
+from .read import dequantize, read_slots
 
 
 class _Head:
@@ -235,22 +235,8 @@ class PackedKV:
         """Make the capacity at least `blocks` blocks."""
         if blocks <= self.blocks:
             return
-        old, have = self.buffers, self.blocks
-        batch, heads = old.codes.shape[:2]
-        new = allocate(self.spec, batch, heads, blocks, self.device)
-        start = self.start if self.growing else int(old.state[START])
-        first = start // self.spec.block
-        source = block_ids(first, first + have, have, self.device)
-        target = block_ids(first, first + have, blocks, self.device)
-        for a, b in zip(old[:5], new[:5], strict=True):
-            if a.shape == b.shape:  # a mean for the whole sequence, or an unused buffer
-                b.copy_(a)
-            else:
-                rows = a.shape[2] // have
-                b.unflatten(2, (blocks, rows))[:, :, target] = a.unflatten(2, (have, rows))[
-                    :, :, source
-                ]
-        self.buffers = Buffers(*new[:5], *old[5:])
+        start = self.start if self.growing else int(self.buffers.state[START])
+        self.buffers = _write.resized(self.spec, self.buffers, blocks, start)
 
     # -- saving ----------------------------------------------------------------------------------
     def state_dict(self) -> dict:

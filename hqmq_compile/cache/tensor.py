@@ -143,9 +143,9 @@ class HQMQTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
 
-    # -- python methods that the dispatcher sees too late, or not at all ----------------------------
-    # A slice made by the dispatcher would be a view with this tensor as its base, and the base would
-    # keep the whole cache alive. Hence `__getitem__` and friends, where autograd is not needed.
+    # -- python methods that the dispatcher sees too late, or not at all -------------------------
+    # A slice made by the dispatcher would be a view with this tensor as its base, and the base
+    # would keep the whole cache. Hence `__getitem__` and friends, where autograd is not needed.
     def __getitem__(self, index):
         if self._is_native():
             bounds = slots(index, self.shape)

@@ -1,4 +1,4 @@
-"""What `HQMQTensor.__torch_dispatch__` does: some ops on packed buffers, all others on dense tensors.
+"""What `HQMQTensor.__torch_dispatch__` does: some ops on packed buffers, all others dense.
 
 A native op returns NotImplemented where it does not apply (content not packed, another dim, ...).
 Then `run_dense` takes over: a read gets a temporary dense tensor, a view or a write the real one.

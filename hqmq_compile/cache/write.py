@@ -11,7 +11,7 @@ import torch
 
 from ..codec.codec import encode_blocks, first_mean
 from ..codec.spec import CacheSpec
-from .buffers import CAPPED, EXTENT, LENGTH, PACKED, START, Buffers
+from .buffers import CAPPED, EXTENT, LENGTH, PACKED, PER_BLOCK, START, Buffers, allocate
 from .read import block_ids, read_slots
 from .write_now import encode_now
 
@@ -165,8 +165,10 @@ def _write_windowed(spec, buffers, tokens, slot, keep, state) -> None:
     start = max(state[START], length - keep) if keep else state[START]
     packed = max(state[PACKED], (length - spec.window) // spec.block * spec.block)
     _check_room(spec, buffers, start, packed)
-    # Blocks that the window has already left behind are not worth packing.
-    first = max(state[PACKED], start // spec.block * spec.block)
+    # What a sliding window left behind is not worth packing, unless attention still reads it: the
+    # attention of a short call comes after its write, and sees the window of its oldest query.
+    oldest = state[START] if tokens.shape[2] <= spec.window else start
+    first = max(state[PACKED], oldest // spec.block * spec.block)
     for a in range(first, packed, AT_ONCE * spec.block):
         b = min(a + AT_ONCE * spec.block, packed)
         values = _content(spec, buffers, a, b, tokens, slot, state)
@@ -193,6 +195,33 @@ def _write_now(spec, buffers, tokens, slot, keep, state, median) -> None:
     encode_now(spec, buffers, tokens[:, :, gone:], slot + gone, state, median)
     state[START], state[PACKED], state[LENGTH] = start, length, length
     _commit(buffers, state)
+
+
+def resized(spec: CacheSpec, buffers: Buffers, blocks: int, start: int) -> Buffers:
+    """Copies with `blocks` blocks of capacity, for a cache whose oldest live slot is `start`."""
+    batch, heads = buffers.codes.shape[:2]
+    have = buffers.capacity // spec.block
+    new = allocate(spec, batch, heads, blocks, buffers.codes.device)
+    first = start // spec.block
+    source = block_ids(first, first + have, have, buffers.codes.device)
+    target = block_ids(first, first + have, blocks, buffers.codes.device)
+    for name, a, b in zip(Buffers._fields, buffers, new, strict=True):
+        if name in PER_BLOCK and a.shape != b.shape:
+            rows = a.shape[2] // have
+            b.unflatten(2, (blocks, rows))[:, :, target] = a.unflatten(2, (have, rows))[:, :, source]
+        else:
+            b.copy_(a)
+    return new
+
+
+def extended(spec: CacheSpec, buffers: Buffers, tokens: torch.Tensor, start: int) -> Buffers:
+    """Copies with `tokens` written at logical slot `start` and nothing evicted."""
+    origin = int(buffers.state[START])
+    span = origin % spec.block + start + tokens.shape[2]
+    blocks = max(-(-span // spec.block) + 1, buffers.capacity // spec.block)
+    copies = resized(spec, buffers, blocks, origin)
+    write(spec, copies, tokens, start)
+    return copies
 
 
 def write_beyond(spec: CacheSpec, buffers: Buffers, dense: torch.Tensor, written: int) -> None:

@@ -1,13 +1,13 @@
-"""`HQMQTensor` behaves as the dense tensor it stands for: every op, its result, and what it aliases."""
+"""`HQMQTensor` behaves as the dense tensor it stands for: every op, its result, its aliases."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import logging
 import pickle
-import re
 import subprocess
 import sys
 import weakref
@@ -33,6 +33,11 @@ MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": to
 
 
 def packed(spec: str = "now", *, growing: bool = False, written: int | None = None) -> PackedKV:
+    return _packed_once(spec, growing, written).clone()
+
+
+@functools.cache
+def _packed_once(spec: str, growing: bool, written: int | None) -> PackedKV:
     dense = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(3))
     dense = dense.to(SPECS[spec].torch_dtype)
     if written is not None:
@@ -335,16 +340,37 @@ def test_in_place_op_returns_the_same_object(name: str) -> None:
         assert (WRITES[name](tensor) is tensor) == (WRITES[name](expected) is expected)
 
 
-# -- slices are views, even packed ones ---------------------------------------------------------------
+# -- slices are views, even packed ones ------------------------------------------------------------
+def _write_slots(t):
+    t[:, :, 6:9].fill_(1)
+
+
+def _write_row(t):
+    t[0].add_(1)
+
+
+def _double(t):
+    t.mul_(2)
+
+
+def _look(t):
+    t.transpose(1, 2)
+
+
+def _copy_other(t):
+    t.copy_(_other(t))
+
+
+def _on(which: int, write):
+    """`write` on one of the tensors, if it was kept."""
+    return lambda *tensors: tensors[which] is not None and write(tensors[which])
+
+
 def _steps():
     """Sequences of writes to a tensor `t` and two slices `a` = t[:, :, :13], `b` = t[:, :, 5:]."""
-    write_t = lambda t, a, b: t[:, :, 6:9].fill_(1)
-    write_a = lambda t, a, b: a.mul_(2)
-    write_b = lambda t, a, b: b[0].add_(1)
-    zero_t = lambda t, a, b: t.zero_()
-    zero_a = lambda t, a, b: a.zero_()
-    look = lambda t, a, b: a.transpose(1, 2)
-    copy_t = lambda t, a, b: t.copy_(_other(t))
+    write_t, zero_t, copy_t = _on(0, _write_slots), _on(0, torch.Tensor.zero_), _on(0, _copy_other)
+    write_a, zero_a, look = _on(1, _double), _on(1, torch.Tensor.zero_), _on(1, _look)
+    write_b = _on(2, _write_row)
     return {
         "parent": [write_t],
         "child": [write_a],
@@ -369,10 +395,7 @@ def test_writes_reach_living_slices(steps: str, mode: str, alive: str) -> None:
         del t, a, b
         gc.collect()
         for step in _steps()[steps]:
-            try:
-                step(*values)
-            except (AttributeError, TypeError):  # it writes to what is not kept
-                assert None in values
+            step(*values)
         return kept
 
     with MODES[mode]():
@@ -428,7 +451,7 @@ def test_strided_access_of_a_shared_slice_is_refused() -> None:
     assert part.clone().view(-1).shape == (B * H * 5 * D,)
 
 
-# -- packing again ----------------------------------------------------------------------------------
+# -- packing again ---------------------------------------------------------------------------------
 def test_repack_waits_for_every_alias(caplog) -> None:
     tensor, expected = pair()
     makers = [
@@ -504,7 +527,7 @@ def test_content_of_a_branch_survives_zeroing_the_other() -> None:
     assert_same(old, torch.zeros(B, H, T, D))
 
 
-# -- errors ------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 REFUSED = {
     "data_ptr": (lambda t: t.data_ptr(), RuntimeError, r"call \.dequantize\(\)"),
     "untyped_storage": (lambda t: t.untyped_storage(), RuntimeError, r"call \.dequantize\(\)"),
@@ -596,7 +619,7 @@ def test_sizes() -> None:
     assert tensor.stored_bytes == tensor.logical_bytes and tensor.bits_per_element == 16
 
 
-# -- saving -----------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 class Holder(torch.nn.Module):
     def __init__(self, keys: torch.Tensor) -> None:
         super().__init__()
@@ -666,7 +689,7 @@ def test_module_to() -> None:
     assert module.to_empty(device="cpu").keys.shape == expected.shape
 
 
-# -- copies -----------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 def test_deepcopy_keeps_aliases_and_attributes() -> None:
     tensor, expected = pair()
     tensor.label = ["a"]
@@ -684,7 +707,7 @@ def test_parameter() -> None:
     assert_same(torch.nn.Buffer(tensor), expected)
 
 
-# -- autograd ----------------------------------------------------------------------------------------
+# -- autograd --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["crop", "batch index", "repeat_interleave", "clone", "whole"])
 def test_gradient_flows_through_native_ops(name: str) -> None:
     tensor, expected = pair()
@@ -693,7 +716,7 @@ def test_gradient_flows_through_native_ops(name: str) -> None:
     torch.testing.assert_close(tensor.grad, expected.grad)
 
 
-# -- tracing ----------------------------------------------------------------------------------------
+# -- tracing ---------------------------------------------------------------------------------------
 @pytest.fixture
 def frames():
     """Counts the graphs that Dynamo compiles."""
@@ -806,13 +829,11 @@ def test_graph_of_another_backend_is_right_or_refused(name: str) -> None:
         tensor, expected = pair()
         compiled = torch.compile(use, backend=backend, fullgraph=True)
         with torch.no_grad():
-            try:
-                result = compiled(tensor)
-            except RuntimeError as error:
-                assert backend == "inductor"
-                assert re.search("no memory of dense data|data pointer|not allocated", str(error))
+            if backend == "inductor" and name != "output":
+                with pytest.raises(RuntimeError, match="no memory|data pointer|not allocated"):
+                    compiled(tensor)
             else:
-                assert_same(result, use(expected))
+                assert_same(compiled(tensor), use(expected))
                 assert_same(tensor, expected)
     torch._dynamo.reset()
 
@@ -826,9 +847,9 @@ def test_fake_tensors() -> None:
         assert type(fake) is FakeTensor and fake._is_hqmq
         assert (fake + 1).shape == fake.shape == tensor.shape
     assert tensor.is_packed
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
     with pytest.raises(RuntimeError, match="token"):
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}
         HQMQTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
 

@@ -1,4 +1,4 @@
-"""Every recognised attention, evaluated from its canonical fields alone, gives the node's own result."""
+"""Every recognised attention, evaluated from its canonical fields alone, gives what it gave."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def canonical(attention: Attention, value) -> torch.Tensor:
     if attention.mask is not None:
         mask = value(attention.mask)
         if mask.dtype is torch.bool:
-            keep = ~mask if attention.mask_inverted else mask
-            logits = logits.masked_fill(~keep, -torch.inf)
+            logits = logits.masked_fill(~mask, -torch.inf)
         else:
             logits = logits + mask
     if attention.sinks is not None:

@@ -1,4 +1,4 @@
-"""Cache writes are told in one language, and a cache with a reader that is not understood is left alone.
+"""Cache writes are told in one language; a cache with a reader not understood is left alone.
 
 `check_slots` replays each match from its fields alone (start, positions, keep, first, length) and
 compares with what the graph itself computed, so the tests below only state the kinds.

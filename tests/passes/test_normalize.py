@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 class Block(torch.nn.Module):
-    """A little of everything that is hard to trace: state, constants, dynamic sizes, a list index."""
+    """A little of all that is hard to trace: state, constants, dynamic sizes, an index."""
 
     def __init__(self) -> None:
         super().__init__()

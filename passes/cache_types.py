@@ -1,0 +1,73 @@
+"""What the cache finders pass among themselves, and small questions about cache tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch.fx import Node
+
+from . import nodes
+from .graph_types import CacheWrite
+from .nodes import same, shape
+
+SEQ = 2  # the slots' dim of [B, Hkv, len, D]
+
+
+class NoCache(Exception):
+    """What attention reads is not a cache that can be packed: (reason, kind or None, base node)."""
+
+    def __init__(self, reason: str, kind: int | None = None, base: Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.kind, self.base = reason, kind, base
+
+
+@dataclasses.dataclass(eq=False)
+class Cache:
+    """A cache with its write, and what must be known to account for its readers.
+
+    Attributes:
+        write: the result handed on.
+        frames: tensor node -> slot that its index 0 stands for (int or SymInt).
+        inside: nodes of the write itself; they may read the cache before it is written.
+        commit: the node that changes the cache in place; None for growing caches.
+        out_nodes: output arguments that are the updated cache.
+        label: Dynamo source of the placeholder, or "".
+    """
+
+    write: CacheWrite
+    frames: dict[Node, Any]
+    inside: set[Node]
+    commit: Node | None = None
+    out_nodes: set[Node] = dataclasses.field(default_factory=set)
+    label: str = ""
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a tensor lies in the tensor it is a view or copy of: `root[:, :, first:]`."""
+
+    root: Node
+    first: Any
+    path: list[Node]
+
+
+@dataclasses.dataclass
+class Read:
+    """Slots `first .. first + length - 1` of a cache, and the nodes walked over to get there."""
+
+    cache: Cache
+    first: Any
+    length: Any
+    path: list[Node]
+
+
+def is_empty(node: Node) -> bool:
+    """A tensor known to hold no element."""
+    return nodes.is_tensor(node) and any(same(size, 0) for size in shape(node))
+
+
+def refuse_parameter(base: Node) -> None:
+    """A learned prefix is no cache, however it is used."""
+    if "._parameters[" in base.meta.get("hqmq_source", ""):
+        raise NoCache("a parameter stands in the place of the cache", None, base)
