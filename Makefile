@@ -9,12 +9,15 @@
 #   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #                                                 spares a machine without a GPU the CUDA libraries
 #   make test ARGS="-k codec"                     arguments of pytest, of the demo, ...
+#   make bench BENCHMARKS=memory                  one of them
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 ARGS ?=
 MODEL ?= smollm2
+BENCHMARKS ?= cpu_decode memory compile_time
+EVALUATIONS ?=
 
 ifeq ($(strip $(VENV)),)
   RUN := $(PYTHON)
@@ -49,16 +52,15 @@ lint: $(DEV_READY)
 	$(RUN) -m ruff format --check .
 
 bench: $(DEMO_READY) $(MODEL_READY)
-	@ls benchmarks/bench_*.py >/dev/null 2>&1 || echo "no benchmarks yet: decode step and memory against bf16"
-	@set -e; for script in $$(ls benchmarks/bench_*.py 2>/dev/null); do \
-	  module=benchmarks.$$(basename $$script .py); \
-	  echo "== $$module"; $(RUN) -m $$module $(ARGS); done
+	@set -e; for name in $(BENCHMARKS); do \
+	  echo "== benchmarks.$$name"; $(RUN) -m benchmarks.$$name $(ARGS); done
 
 eval: $(DEMO_READY) $(MODEL_READY)
-	@ls benchmarks/eval_*.py >/dev/null 2>&1 || echo "no evaluations yet: KL and perplexity against the unquantized model"
-	@set -e; for script in $$(ls benchmarks/eval_*.py 2>/dev/null); do \
-	  module=benchmarks.$$(basename $$script .py); \
-	  echo "== $$module"; $(RUN) -m $$module $(ARGS); done
+	@set -e; for name in $(EVALUATIONS); do \
+	  echo "== benchmarks.$$name"; $(RUN) -m benchmarks.$$name $(ARGS); done
+ifeq ($(strip $(EVALUATIONS)),)
+	@echo "to come: KL and perplexity against the unquantized model and other KV caches"
+endif
 
 # Brings the small real model (92 MB) into ~/.cache/hqmq-compile, once.
 model: $(DEMO_READY)

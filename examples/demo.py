@@ -16,6 +16,7 @@ import dataclasses
 import os
 import statistics
 import time
+import warnings
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -84,7 +85,7 @@ def build_prompt(tokenizer: Any, text: str, context: int, instruction: str) -> t
 
 
 def new_cache(model: Any, kind: str, length: int) -> Any:
-    """An empty cache of transformers: "dynamic" grows, "static" is allocated for `length` tokens."""
+    """An empty cache: "dynamic" grows, "static" is allocated for `length` tokens at once."""
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=length)
     return DynamicCache(config=model.config)
@@ -220,6 +221,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     console = Console()
+    # transformers renames past_key_values to cache; both names work with the versions supported.
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="transformers|examples|__main__"
+    )
     with console.status(f"loading {options.model}"):
         try:
             model, tokenizer = load(
@@ -256,7 +261,8 @@ def main(arguments: list[str] | None = None) -> None:
     if hqmq:
         import hqmq_compile
 
-        console.print(str(hqmq_compile.explain(model)), highlight=False, markup=False)
+        report = str(hqmq_compile.explain(model))
+        console.print(report, highlight=False, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

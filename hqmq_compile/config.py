@@ -98,7 +98,7 @@ class Med3xConfig:
     roles: tuple[str, ...] | list[str] = ("key",)  # stored as a list, as JSON has it
     outliers: str = "int8x4"  # one power of two per 32-token tile; "16bit": as they came (paper)
     flag: str = "escape"  # radius level 0 marks an outlier; "bit": one more bit a chunk (paper)
-    pool: float = 0.09375  # room for outliers, as a fraction of a block's chunks
+    pool: float = 0.125  # room for outliers, as a fraction of a block's chunks
 
     def __post_init__(self) -> None:
         check_number(self, "multiplier", low=0.0)

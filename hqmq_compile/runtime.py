@@ -75,8 +75,9 @@ class CompiledGraph:
     def _store_of(self, index: int, binding: Binding, args: Sequence[Any]) -> PackedKV:
         tensor = args[binding.arg]
         if isinstance(tensor, HQMQTensor):
-            if not tensor.is_packed and not tensor.repack():
-                raise NotAdoptable(f"{binding.source} was unpacked and something still views it")
+            # A graph writes behind the back of a packed slice, too: both must be alone.
+            if not tensor.repack(writes=not binding.growing):
+                raise NotAdoptable(f"{binding.source}: a view or a slice of it is alive")
             store = tensor.packed
             if store.spec == binding.spec:
                 return store

@@ -68,6 +68,10 @@ class Layout:
         return max(128, triton.next_power_of_2(self.pool + 1))
 
     @property
+    def pool_steps(self) -> int:
+        return self.pool_pad.bit_length() - 1
+
+    @property
     def offset8(self) -> int:
         """First byte of the plane of 8-bit fields in a row; the planes are in order 16, 8, 4, 2, 1."""
         return 2 * self.chunks if self.word_bits & 16 else 0

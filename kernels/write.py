@@ -173,9 +173,10 @@ def pack_kernel(
         tl.store(plan + NEW_EXTENT, new_extent)
         tl.store(plan + REWIND, rewind.to(tl.int64))
 
-    # Blocks that a sliding window has left behind are not worth packing, nor is it to flush what
-    # this very call packs anew.
-    first = tl.maximum(kept_packed, new_start // T * T)
+    # Blocks that a sliding window has left behind are not worth packing, unless the attention of
+    # this very call comes later and reads them. Nor is it worth flushing what is packed anew.
+    short = slot + count - tl.minimum(slot, kept_length) <= L.window
+    first = tl.maximum(kept_packed, tl.where(short, old_start, new_start) // T * T)
     to_pack = tl.maximum((new_packed - first) // T, 0).to(tl.int32)
     flush_first = tl.maximum(packed, new_packed)
     to_flush = tl.maximum((flush_stop - flush_first) // T, 0).to(tl.int32)

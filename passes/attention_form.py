@@ -52,6 +52,8 @@ def set_key_value(attention: Attention, key: Node, value: Node, gqa: bool) -> No
         if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads % kv_heads:
             raise Unsupported("query heads are not a multiple of KV heads")
         attention.groups *= heads // kv_heads
+    elif isinstance(heads, int) and same(kv_heads, 1) and same(shape(value)[1], 1):
+        attention.groups *= heads  # a single KV head is broadcast
 
 
 def scale_of(scale: Any) -> float | None:

@@ -9,6 +9,8 @@ same attention, and every other attention that reads either. `graph_types` has t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -17,7 +19,7 @@ from . import nodes, views
 from .cache_types import SEQ, Cache, NoCache, Read
 from .cache_writes import Writes
 from .foreign_caches import GATHERS, LINEAR
-from .graph_types import Attention, Match
+from .graph_types import Attention, Match, Scalar
 from .nodes import aten, rank, shape
 
 STRICT_VIEWS = {  # these alias their input, whatever its strides
@@ -123,25 +125,30 @@ def _mismatch(writes: Writes, pair: _Pair) -> str | None:
         return f"keys are a cache of kind {key.kind}, values of kind {value.kind}"
     if (key.past is None) != (value.past is None):
         return "only one of keys and values has a past"
-    if (key.keep is None) != (value.keep is None) or not _equal(key.keep, value.keep):
+    # Keys and values that grow have a symbol each for their length: equal by construction.
+    equal = nodes.may_equal if key.kind == kinds.GROWING else nodes.same
+    if not _equal(key.keep, value.keep, equal):
         return "keys and values keep different windows"
-    if (key.positions is None) != (value.positions is None) or not _equal(key.start, value.start):
+    if (key.positions is None) != (value.positions is None):
+        return "keys and values are written in different ways"
+    if not _equal(key.start, value.start, equal):
         return "keys and values are written at different slots"
     if key.positions is not None and not _equivalent(writes, key.positions, value.positions):
         return "keys and values are written at different positions"
-    if not nodes.may_equal(pair.key.first, pair.value.first):
+    if not equal(pair.key.first, pair.value.first):
         return "keys and values are read from different slots"
-    if not nodes.may_equal(pair.key.length, pair.value.length):
+    if not equal(pair.key.length, pair.value.length):
         return "different numbers of keys and values are read"
-    if not nodes.may_equal(shape(key.tokens)[SEQ], shape(value.tokens)[SEQ]):
+    if not equal(shape(key.tokens)[SEQ], shape(value.tokens)[SEQ]):
         return "different numbers of keys and values are written"
     return None
 
 
-def _equal(a: object, b: object) -> bool:
-    """Scalars (ints or nodes) that are not known to differ."""
-    a, b = (nodes.number(x) if isinstance(x, Node) else x for x in (a, b))
-    return (a is None and b is None) or (a is not None and b is not None and nodes.may_equal(a, b))
+def _equal(a: Scalar | None, b: Scalar | None, equal: Callable[[Any, Any], bool]) -> bool:
+    """Compare two scalars (ints, nodes, or None) by their values."""
+    if a is None or b is None:
+        return a is b
+    return equal(nodes.number(a), nodes.number(b))
 
 
 def _equivalent(writes: Writes, a: object, b: object, depth: int = 16) -> bool:
@@ -175,6 +182,11 @@ def _mutated(writes: Writes, node: Node, after: int, before: int) -> bool:
 
 def _refuse(writes: Writes, pair: _Pair, accepted: list[_Pair]) -> bool:
     """Account for both caches of a pair; on a foreign reader set the reason and return True."""
+    for other in accepted:
+        shared = [a.cache is b.cache for a in pair.reads for b in other.reads]
+        if shared not in ([True, False, False, True], [False] * 4):
+            pair.match.reason = "only one of keys and values is shared with another attention"
+            return True
     for role, read in zip(("key", "value"), pair.reads, strict=True):
         reason = _foreign_reader(writes, read.cache, accepted) or _unsettled(
             writes, read.cache, pair.match.attention

@@ -20,7 +20,6 @@ import torch.fx.traceback
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
 
@@ -89,7 +88,7 @@ def normalize(
         torch.no_grad(),
         torch.fx.traceback.preserve_node_meta(),
     ):
-        traced = make_fx(Interpreter(gm).run, pre_dispatch=True)(*values)
+        traced = make_fx(_Tracer(gm).run, pre_dispatch=True)(*values)
 
     _copy_metadata(gm, traced, infos)
     _inline_constants(traced)
@@ -99,13 +98,19 @@ def normalize(
     return traced, infos
 
 
+class _Tracer(Interpreter):
+    """Runs the Dynamo graph; floats that `dynamic=True` made inputs are specialised, with a guard."""
+
+    def run_node(self, n: Node) -> Any:
+        value = n.meta.get("example_value")
+        if n.op == "call_method" and n.target == "item" and isinstance(value, torch.SymFloat):
+            return float(value)
+        return super().run_node(n)
+
+
 def is_packed(value: Any) -> bool:
     """Whether `value` is an HQMQTensor (or a fake of one), told without importing the class."""
-    return (
-        isinstance(value, torch.Tensor)
-        and getattr(type(value), "_is_hqmq", False)
-        and is_traceable_wrapper_subclass(value)
-    )
+    return isinstance(value, torch.Tensor) and getattr(value, "_is_hqmq", False)
 
 
 def source_name(node: Node) -> str:

@@ -234,7 +234,7 @@ def test_layers_are_excepted_or_changed():
     assert spec("key", 1).med3x == 0.0
     assert spec("key", 2) is None
     assert spec("value", 2) is None
-    assert (spec("key", 3).med3x, spec("key", 3).pool) == (5.0, 0.09375)
+    assert (spec("key", 3).med3x, spec("key", 3).pool) == (5.0, 0.125)
     assert (spec("value", 3).secondary, spec("value", 3).radius_bits) == (21, 4)
     assert spec("key", 4) == HQMQConfig().spec("key", 64, "bfloat16")
 

@@ -118,6 +118,16 @@ class Cell:
         with torch.inference_mode(False), torch.no_grad():
             return Cell(self.packed.clone(), None if self.dense is None else self.dense.clone())
 
+    def replaced(self, dense: torch.Tensor) -> Cell:
+        """A cell of other content, which is packed as this one."""
+        old = self.packed
+        batch, heads, length, _ = old.shape
+        with torch.inference_mode(False):
+            packed = PackedKV.empty(
+                old.spec, batch, heads, length, growing=old.growing, device=old.device
+            )
+        return Cell(packed, dense)
+
     def __deepcopy__(self, memo: dict) -> Cell:
         return memo.setdefault(id(self), self.copy())
 

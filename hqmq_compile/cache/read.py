@@ -58,7 +58,8 @@ def read_slots(
         pieces.append(buffers.ring.index_select(2, slots).float())
     codes(max(first, length, packed), min(last, extent))
     unwritten = last - max(first, length, extent, packed)
-    if unwritten > 0:
+    if unwritten > 0 or not pieces:
+        unwritten = max(unwritten, 0)
         pieces.append(
             torch.zeros(batch, heads, unwritten, spec.head_dim, device=buffers.codes.device)
         )

@@ -187,7 +187,7 @@ class HQMQTensor(torch.Tensor):
         if isinstance(value, HQMQTensor):
             self._hqmq_cell = value._hqmq_cell
         else:
-            self._hqmq_cell = Cell(self._hqmq_cell.packed, same_memory(value))
+            self._hqmq_cell = self._hqmq_cell.replaced(same_memory(value))
 
     def tolist(self):
         return self._hqmq_cell.read().tolist()

@@ -39,7 +39,7 @@ class CacheSpec:
     med3x_scope: str = "token"  # median per token, or "batch": over the whole write (paper)
     outliers: str = "int8x4"  # or "16bit"
     outlier_flag: str = "escape"  # radius level 0 marks an outlier; or "bit": one flag bit a chunk
-    pool: float = 0.09375  # outlier slots of a block, as a fraction of its chunks
+    pool: float = 0.125  # outlier slots of a block, as a fraction of its chunks
     center: str = "none"  # "block": mean of each block; "first": of the first write; "none"
     rotate: bool = False  # signed Hadamard before quantization
     sink_tokens: int = 0  # first slots kept as they came

@@ -80,6 +80,15 @@ def sdpa_single_head(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def sdpa_single_broadcast(q, k, v):
+    """Multi-query attention without any expansion, as in Falcon."""
+    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1])
+
+
+def eager_single_broadcast(q, k, v):
+    return (q @ k[:, :1].mT).softmax(-1) @ v[:, :1]
+
+
 def repeat_kv(x):
     return x.unsqueeze(2).expand(-1, -1, 2, -1, -1).clone().view(B, H, T, D)
 
@@ -147,6 +156,8 @@ def eager_grouped_bmm(q, k, v):
         sdpa_gqa_causal,
         sdpa_bool_mask,
         sdpa_single_head,
+        sdpa_single_broadcast,
+        eager_single_broadcast,
         eager_plain,
         eager_scaled_query,
         eager_scaled_key,

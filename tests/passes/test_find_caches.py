@@ -398,6 +398,30 @@ def test_two_attentions_share_one_cache(analyze):
     assert check_slots(analysis, values) == 2
 
 
+def test_attentions_that_share_keys_only_are_left_alone(analyze):
+    def step(q, k, v, kc, vc, wc, pos):
+        for cache, x in ((kc, k), (vc, v), (wc, v * 2)):
+            cache.index_copy_(2, pos, x)
+        return attend(q, kc, vc) + attend(q, kc, wc)
+
+    matches = analyze(step)(
+        new(1, H), new(1), new(1), new(L), new(L), new(L), torch.tensor([3])
+    ).matches
+    assert all("shared with another attention" in m.reason for m in matches)
+
+
+def test_slices_not_known_to_be_the_same_are_left_alone(analyze):
+    def step(q, k, v, kc, vc, i, j):
+        kc[:, :, i : i + 1] = k
+        vc[:, :, j : j + 1] = v
+        return attend(q, kc, vc)
+
+    call = analyze(step)
+    for i, j in ((4, 5), (6, 8), (7, 9)):
+        analysis = call(new(1, H), new(1), new(1), new(L), new(L), i, j)
+    assert "different slots" in analysis.match.reason
+
+
 # What must be left alone, with the reason.
 
 

@@ -200,3 +200,19 @@ def test_wrong_number_of_examples_is_an_error():
     gm, _, _ = capture(Block().eval(), torch.randn(4, 8), 3.0)
     with pytest.raises(ValueError, match="placeholders"):
         normalize(gm, [])
+
+
+def test_inference_mode_and_bfloat16():
+    """`generate` runs under no_grad, servers under inference_mode; both are traced alike."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        traced, _ = normalize(gm)
+        seen.append(traced)
+        return traced.forward
+
+    module = torch.nn.Linear(4, 4).bfloat16()
+    x = torch.randn(2, 4, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
+    assert len(seen) == 1

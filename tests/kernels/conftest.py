@@ -1,0 +1,13 @@
+"""Where the kernel tests run: on a GPU, or on the CPU under Triton's interpreter.
+
+The interpreter is chosen when Triton is imported, for the whole process, and `kernel="auto"` would
+then use it everywhere. So without a GPU these tests run in a process of their own, which
+`test_interpreted.py` starts; by hand: `TRITON_INTERPRET=1 pytest tests/kernels`.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore_glob = ["test_[!i]*.py"]

@@ -1,0 +1,76 @@
+"""Caches written by hand: every way to write them, every config, and going back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.compare import TYPICAL, cheap
+from tests.configs import CONFIGS
+from tests.hand_written import GROWING, ROOM, STYLES, Loop
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")
+__all__ = ["cheap"]
+
+
+def check(errors: list[float]) -> None:
+    assert max(errors) <= TYPICAL, " ".join(f"{e:.1e}" for e in errors)
+
+
+@pytest.mark.parametrize("style", ["cat", "index_copy"])
+@pytest.mark.parametrize("which", CONFIGS)
+def test_every_config(which, style):
+    loop = Loop(style, CONFIGS[which])
+    # 37 and 40 exceed every window, 11 some of them; 40 comes on top of a packed past.
+    check([loop(count) for count in (37, 1, 1, 1, 11, 1, 40, 1)])
+    loop.check_stored()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style(style):
+    loop = Loop(style, CONFIGS["16"])
+    check([loop(count) for count in (37, 1, 1, 1, 11, 1, 40, 1)])
+    loop.check_stored()
+
+
+PLACED = [style for style in STYLES if style not in GROWING]
+
+
+@pytest.mark.parametrize("style", PLACED)
+@pytest.mark.parametrize("which", ["16", "immediate"])
+def test_new_prompt_at_slot_0(which, style):
+    loop = Loop(style, CONFIGS[which])
+    check([loop(60), loop(1), loop(29, 0), loop(1), loop(1), loop(45, 0), loop(1)])
+    loop.check_stored()
+
+
+@pytest.mark.parametrize("which", ["8", "16", "long block", "immediate", "stored", "paper"])
+def test_middle_is_written_again(which):
+    loop = Loop("index_copy", CONFIGS[which])
+    # Into a packed block, on from there, then beyond the old end: all of it is seen again.
+    check([loop(60), loop(1), loop(5, 21), loop(1), loop(1, 61), loop(1), loop(3, 2), loop(20, 64)])
+    loop.check_stored()
+
+
+@pytest.mark.parametrize("which", ["8", "16", "long block", "immediate", "3bit"])
+def test_any_order_of_writes(which):
+    compiled = None
+    for seed in range(12):
+        choose = random.Random(seed)
+        loop = Loop("index_copy", CONFIGS[which], compiled)
+        compiled = loop.compiled
+        loop.generator.manual_seed(seed)
+        history, errors = [], []
+        for _ in range(8):
+            count = choose.choice((1, 1, 1, 2, 9, 33))
+            position = choose.choice((loop.length, loop.length, choose.randrange(ROOM)))
+            position = position if history else 0  # a sequence starts at its start
+            position = min(position, ROOM - count)
+            history.append((position, count))
+            errors.append(loop(count, position))
+        assert max(errors) <= TYPICAL, f"{history} {[f'{e:.0e}' for e in errors]}"
+        for tensor, stored in zip(loop.caches, loop.past.stored, strict=True):
+            torch.testing.assert_close(
+                tensor.dequantize(), stored.values, rtol=0, atol=0, msg=str(history)
+            )
