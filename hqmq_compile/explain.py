@@ -97,13 +97,18 @@ class Report:
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        """The packed caches of the last calls that are still alive, each once."""
-        found = {}
-        for graph in self.graphs:
-            for ref in graph.live:
-                tensor = ref()
-                if tensor is not None and getattr(tensor, "is_packed", False):
-                    found[id(tensor)] = tensor
+        """The packed caches of the last calls that are still alive.
+
+        Of a growing cache's tensors, which share their buffers, only the newest counts.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for ref in (ref for graph in self.graphs for ref in graph.live):
+            tensor = ref()
+            if tensor is None or not tensor.is_packed:
+                continue
+            place = tensor.packed.buffers.codes.data_ptr()
+            if place not in found or tensor.shape[2] >= found[place].shape[2]:
+                found[place] = tensor
         return list(found.values())
 
     @property

@@ -99,7 +99,7 @@ def normalize(
 
 
 class _Tracer(Interpreter):
-    """Runs the Dynamo graph; floats that `dynamic=True` made inputs are specialised, with a guard."""
+    """Runs the Dynamo graph; floats that `dynamic=True` made inputs are specialised by a guard."""
 
     def run_node(self, n: Node) -> Any:
         value = n.meta.get("example_value")

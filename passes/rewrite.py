@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.source import AttrSource, LocalSource
 from torch.fx import GraphModule, Node
 
+from .. import ops  # noqa: F401  registers torch.ops.hqmq
 from ..cache.buffers import Buffers, growing_blocks, shapes, static_blocks
 from ..codec.spec import CacheSpec
 from ..config import HQMQConfig

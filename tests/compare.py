@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.tiny import cache_keyword, prompt, tiny
-from tests.oracle import OracleCache
 from transformers import DynamicCache, StaticCache
 
 import hqmq_compile.backend
 from hqmq_compile import HQMQConfig
 from hqmq_compile.backend import hqmq
+from tests.models.tiny import cache_keyword, prompt, tiny
+from tests.oracle import OracleCache
 
 TOLERANCE = 1e-3  # what the project promises, relative, in float32
 TYPICAL = 2e-5  # what is measured: 1e-7 to 2e-6

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from tests.compare import error
-from tests.oracle import Past
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hqmq_compile import HQMQConfig
 from hqmq_compile.backend import hqmq
+from tests.compare import error
+from tests.oracle import Past
 
 ROOM = 128
 BATCH, HEADS, QUERY_HEADS, DIM = 2, 2, 4, 16

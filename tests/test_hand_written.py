@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from tests.compare import TYPICAL, cheap
 from tests.configs import CONFIGS
 from tests.hand_written import GROWING, ROOM, STYLES, Loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hqmq_compile import HQMQConfig, ops  # noqa: F401
+from hqmq_compile import HQMQConfig, ops
 from hqmq_compile.cache.store import PackedKV
 
 CONFIGS = {
@@ -129,7 +129,9 @@ def test_inductor_clones_no_cache(specs):
         )
 
     buffers = [*both[0].buffers, *both[1].buffers]
-    out, code = run_and_get_code(torch.compile(step, fullgraph=True), query, tokens, torch.tensor([70]), *buffers)
+    out, code = run_and_get_code(
+        torch.compile(step, fullgraph=True), query, tokens, torch.tensor([70]), *buffers
+    )
     want = step(query, tokens, torch.tensor([70]), *expect[0].buffers, *expect[1].buffers)
     torch.testing.assert_close(out, want)
     for a, b in zip(both, expect, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
+
 from tests.compare import TYPICAL, Pair, cheap
 from tests.configs import CONFIGS
 

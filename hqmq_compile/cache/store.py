@@ -81,6 +81,8 @@ class PackedKV:
         batch, heads, length, _ = dense.shape
         written = length if written is None else min(max(int(written), 0), length)
         store = cls.empty(spec, batch, heads, length, growing=growing, device=dense.device)
+        if not growing and not dense.any():  # a fresh static cache: nothing of it is a sequence yet
+            return store
         if written:
             _write.write(spec, store.buffers, dense[:, :, :written], 0)
         rest = dense[:, :, written:]

@@ -37,7 +37,13 @@ def run(
     return out.cpu()
 
 
-PAIRS = [("key", "value"), ("odd-dim", "odd-dim"), ("odd-row", "value"), ("paper", "paper"), ("wide", "wide")]
+PAIRS = [
+    ("key", "value"),
+    ("odd-dim", "odd-dim"),
+    ("odd-row", "value"),
+    ("paper", "paper"),
+    ("wide", "wide"),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,7 +13,16 @@ def test_kernels_match_reference_under_the_interpreter():
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/kernels"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "tests/kernels",
+    ]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True
     )

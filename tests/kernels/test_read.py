@@ -6,8 +6,16 @@ import torch
 from hqmq_compile.cache.buffers import allocate
 from hqmq_compile.cache.read import dequantize
 from hqmq_compile.kernels import launch
-
-from tests.kernels.kernel_cases import CUDA, DEVICES, SPECS, copy_to, filled, immediate, random_tokens, small
+from tests.kernels.kernel_cases import (
+    CUDA,
+    DEVICES,
+    SPECS,
+    copy_to,
+    filled,
+    immediate,
+    random_tokens,
+    small,
+)
 
 
 def check(spec, buffers, slots, device):

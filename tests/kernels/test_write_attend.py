@@ -105,7 +105,10 @@ def test_write_attend_rewinds_matches_reference(device):
     buffers = [copy_to(empty(s, 1, 1, SLOTS), device) for s in (key_spec, value_spec)]
     outs = []
     for seed in (0, 1, 0):
-        key, value = random_tokens(key_spec, 1, 1, 50, seed), random_tokens(value_spec, 1, 1, 50, seed)
+        key, value = (
+            random_tokens(key_spec, 1, 1, 50, seed),
+            random_tokens(value_spec, 1, 1, 50, seed),
+        )
         query = torch.randn(1, 1, 50, 80, generator=torch.Generator().manual_seed(seed))
         for a, b in ((0, 40), (40, 50)):
             positions = torch.arange(a, b, device=device)

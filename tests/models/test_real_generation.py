@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.compare import TOLERANCE, error
 
 import hqmq_compile
 from hqmq_compile import HQMQConfig, HQMQTensor
+from tests.compare import TOLERANCE, error
 
 pytest.importorskip("transformers")
-from tests.models.tiny import cache_keyword  # noqa: E402
-from tests.oracle import OracleCache  # noqa: E402
+from tests.models.tiny import cache_keyword
+from tests.oracle import OracleCache
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.timeout(900)]
 
@@ -115,7 +115,7 @@ def _check(model: Any, expected: Expected, kind: str) -> None:
 
 def _check_packed(model: Any, cache: Any, expected: Expected) -> None:
     """Every cache tensor is packed to the block where the oracle is, and the report says the same."""
-    assert min(expected.packed_slots) >= min(4, (STEPS+100)//64) * HQMQConfig().block
+    assert min(expected.packed_slots) >= min(4, (STEPS + 100) // 64) * HQMQConfig().block
     for layer, slots in zip(cache.layers, expected.packed_slots, strict=True):
         for tensor in (layer.keys, layer.values):
             assert isinstance(tensor, HQMQTensor) and tensor.is_packed
