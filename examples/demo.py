@@ -41,6 +41,7 @@ class Run:
     name: str
     tokens: torch.Tensor  # [n] int64, the new ones
     logits: torch.Tensor  # [n, vocabulary] float32: where each of them was chosen
+    cache: Any
     cache_bytes: int
     first: float  # seconds to the first token: prefill, and compiling it
     steps: list[float]  # seconds of each later token
@@ -124,6 +125,7 @@ def generate(model: Any, ids: torch.Tensor, count: int, kind: str, name: str, pr
         name,
         result.sequences[0, ids.shape[1] :].cpu(),
         torch.cat([step.float().cpu() for step in result.logits]),
+        cache,
         cache_bytes(cache),
         seconds[0],
         seconds[1:],

@@ -82,11 +82,13 @@ def _use_triton(kernel: str, device: torch.device, spec: CacheSpec) -> bool:
     return reason is None
 
 
-def _consecutive(positions: torch.Tensor | None, start: int) -> int | None:
+def _consecutive(positions: torch.Tensor | None, start: int, count: int) -> int | None:
     """The first slot if the slots follow each other, else None."""
     if positions is None:
         return start
     slots = positions.tolist()
+    if len(slots) != count:
+        raise IndexError(f"hqmq: {count} tokens were written at {len(slots)} positions")
     return slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None
 
 
@@ -113,7 +115,7 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
             _write_reference(spec, buffers, tokens, positions, start, keep, limit, median)
 
     origin = int(key_buffers.state[START])
-    slot = _consecutive(positions, start)
+    slot = _consecutive(positions, start, key.shape[2])
     long = key.shape[2] > min(key_spec.window, value_spec.window)
     fresh, seen = None, (key_buffers, value_buffers)
     if exact and long and slot is not None:
@@ -138,7 +140,7 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
 
 
 def _write_reference(spec, buffers, tokens, positions, start, keep, limit, median) -> None:
-    slot = _consecutive(positions, start)
+    slot = _consecutive(positions, start, tokens.shape[2])
     if slot is not None:
         _write.write(spec, buffers, tokens, slot, keep, median, limit)
     else:

@@ -48,6 +48,7 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Sequence[Any]:
         try:
             stores = [self._bind(i, b, args) for i, b in enumerate(self.rewritten.bindings)]
+            self._check_pairs(stores)
         except NotAdoptable as reason:
             return self._run_original(args, str(reason))
         inputs = [args[i] for i in self.rewritten.kept_args]
@@ -100,6 +101,16 @@ class CompiledGraph:
         log.info("hqmq: packing %s in place", binding.source)
         adopt(tensor, binding.spec, start(list(args)))
         return tensor.packed
+
+    def _check_pairs(self, stores: list[PackedKV]) -> None:
+        """Dynamo gives the lengths of growing keys and values a symbol each: they must agree."""
+        for i in range(0, len(stores), 2):
+            key, value = stores[i : i + 2]
+            if key.growing and (key.length, key.start) != (value.length, value.start):
+                source = self.rewritten.bindings[i].source
+                raise NotAdoptable(
+                    f"{source}: {key.length} cached keys but {value.length} cached values"
+                )
 
     def _common_blocks(self, stores: list[PackedKV]) -> int:
         """Give all stores of changing capacity the same number of blocks: one size symbol."""

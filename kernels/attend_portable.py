@@ -44,11 +44,13 @@ def _tanh(x):
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 
-@triton.jit(do_not_specialize=["first", "length", "start", "n"])
+@triton.jit(
+    do_not_specialize=["first", "length", "start", "n", "mask_batch", "mask_head", "mask_row"]
+)
 def attend_kernel(
     query, query_strides, key, value, key_tab, value_tab, key_tokens, key_strides,
-    value_tokens, value_strides, positions, origin, mask, mask_strides, part_acc, part_top,
-    part_sum, heads, group, n, key_capacity, value_capacity, first, length, start, scale, softcap,
+    value_tokens, value_strides, positions, origin, mask, mask_batch, mask_head, mask_row,
+    mask_column, part_acc, part_top, part_sum, heads, group, n, key_capacity, value_capacity, first, length, start, scale, softcap,
     K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
@@ -87,8 +89,8 @@ def attend_kernel(
     acc0 = tl.zeros([ROWS, VPAD], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     r = tl.arange(0, T)
-    m_at = mask + b.to(tl.int64) * mask_strides[0]
-    m_offset = query_head.to(tl.int64) * mask_strides[1] + token.to(tl.int64) * mask_strides[2]
+    m_at = mask + b.to(tl.int64) * mask_batch
+    m_offset = query_head.to(tl.int64) * mask_head + token.to(tl.int64) * mask_row
     for i in range(begin, tl.minimum(begin + share, tiles)):
         tile = (tile0 + i) * T
         index = tile + r - base
@@ -97,7 +99,7 @@ def attend_kernel(
             visible = visible & (index[None, :] <= token[:, None])
         bias = tl.zeros([ROWS, T], tl.float32)
         if MASK != NO_MASK:
-            at = m_at + m_offset[:, None] + index[None, :] * mask_strides[3]
+            at = m_at + m_offset[:, None] + index[None, :] * mask_column
             if MASK == BOOL_MASK:
                 visible = visible & (tl.load(at, mask=visible, other=0) != 0)
             else:
@@ -249,7 +251,7 @@ def attend(
         tables(key_spec, heads, query.device), tables(value_spec, heads, query.device),
         fresh_key, key_strides, fresh_value, value_strides,
         key.state if positions is None else positions, origin,
-        key.state if mask is None else mask, strides, part_acc, part[0], part[1],
+        key.state if mask is None else mask, *strides, part_acc, part[0], part[1],
         heads, group, n, key.capacity, value.capacity, first, length, start, scale, softcap,
         K=K, V=V, T=tile, ROWS=rows_at_once, MASK=kind, CAUSAL=causal, SOFTCAP=softcap > 0,
         FRESH=tokens is not None, HAS_POSITIONS=positions is not None, PRECISION=precision,

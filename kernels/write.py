@@ -81,10 +81,11 @@ def _pack_row_block(
         tl.store(mean_at + 1, m1, mask=inside)
         tl.store(mean_at + 2, m2, mask=inside)
         tl.store(mean_at + 3, m3, mask=inside)
-        x0, x1 = x0 - m0.to(tl.float32)[None, :], x1 - m1.to(tl.float32)[None, :]
-        x2, x3 = x2 - m2.to(tl.float32)[None, :], x3 - m3.to(tl.float32)[None, :]
-    if L.center == "first":
-        f0, f1, f2, f3 = load_vector4(buf.means + bh.to(tl.int64) * L.dim, L.chunks, PAD)
+        # Read back, rather than used as it is: the layout of the sum must not spread to the tile.
+        tl.debug_barrier()
+    if L.center != "none":
+        m_row = block if L.center == "block" else bh.to(tl.int64)
+        f0, f1, f2, f3 = load_vector4(buf.means + m_row * L.dim, L.chunks, PAD)
         x0, x1, x2, x3 = x0 - f0[None, :], x1 - f1[None, :], x2 - f2[None, :], x3 - f3[None, :]
 
     norms = chunk_norms(x0, x1, x2, x3)

@@ -20,6 +20,7 @@ from .cache_types import SEQ, Cache, NoCache, Read
 from .cache_writes import Writes
 from .foreign_caches import GATHERS, LINEAR
 from .graph_types import Attention, Match, Scalar
+from .in_place_writes import pure
 from .nodes import aten, rank, shape
 
 STRICT_VIEWS = {  # these alias their input, whatever its strides
@@ -270,14 +271,19 @@ def _reads_as_cache(attentions: list[Attention], node: Node) -> bool:
 
 
 def _unsettled(writes: Writes, cache: Cache, attention: Attention) -> str | None:
-    """Why the fused op, which stands where the attention stood, would write something else."""
+    """Why the fused op, which stands where the attention stood, would write something else.
+
+    Positions that the model advances in between (torchtune) are copied where the write stood.
+    """
     write = cache.write
     anchor = cache.commit or next(iter(cache.frames))
     for what, node in (("tokens", write.tokens), ("positions", write.positions)):
         if node is not None and _mutated(
             writes, node, writes.order(anchor), writes.order(attention.node)
         ):
-            return f"written with {what} that change before the attention"
+            if what == "tokens":
+                return "written with tokens that change before the attention"
+            write.positions = pure(writes, anchor, aten.clone.default, node)  # as they were then
     return None
 
 

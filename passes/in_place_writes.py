@@ -12,7 +12,7 @@ from . import nodes, views
 from .cache_types import SEQ, Cache, NoCache, is_empty, refuse_parameter
 from .foreign_caches import OUT_OF_PLACE_OPS, raise_latent
 from .graph_types import CacheWrite
-from .nodes import arg, aten, rank, same, same_shape, shape
+from .nodes import arg, aten, may_equal, rank, same, same_shape, shape
 from .views import constant
 
 if TYPE_CHECKING:
@@ -63,17 +63,29 @@ def _at_positions(
     if dim != SEQ:
         raise NoCache(f"written along dim {dim}, not along dim 2", kinds.IN_PLACE, base)
     if rank(positions) == 0 and rank(tokens) == 3:  # one slot, without its dim
-        positions = _pure(writes, node, aten.reshape.default, positions, [1])
-        tokens = _pure(writes, node, aten.unsqueeze.default, tokens, SEQ)
+        positions = pure(writes, node, aten.reshape.default, positions, [1])
+        tokens = pure(writes, node, aten.unsqueeze.default, tokens, SEQ)
     if rank(positions) != 1:
         raise NoCache("positions are not one list of slots", kinds.IN_PLACE, base)
     expected = (*shape(base)[:2], shape(positions)[0], shape(base)[3])
     tokens = _four_dims(writes, node, tokens, expected)
-    if not same_shape(shape(tokens), expected):
+    if not _fills(shape(tokens), expected):
         raise NoCache("what is written is broadcast over slots or heads", kinds.IN_PLACE, base)
     write = CacheWrite(kinds.IN_PLACE, kinds.IN_PLACE, tokens, positions=positions)
     write.erase = [node]
     return Cache(write, {base: 0}, {node})
+
+
+def _fills(tokens: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
+    """Whether tokens of that shape are written one to a slot.
+
+    Two size symbols, of the tokens and of the positions, are equal unless the user's write itself
+    would fail: a symbol is never 1, so nothing is broadcast. The op checks them.
+    """
+    if len(tokens) != 4 or not same_shape(tokens[:SEQ] + tokens[3:], expected[:SEQ] + expected[3:]):
+        return False
+    sizes = tokens[SEQ], expected[SEQ]
+    return same(*sizes) or (not any(isinstance(s, int) for s in sizes) and may_equal(*sizes))
 
 
 def _index_put(writes: Writes, base: Node, node: Node) -> Cache:
@@ -97,7 +109,7 @@ def _copy(writes: Writes, base: Node, node: Node) -> Cache:
         # A single slot without its dim: `cache[:, :, i] = k[:, :, 0]`.
         place, found = writes.locate(target.args[0]), views.slice_range(target, SEQ)
         if rank(source) == 3:
-            tokens = _pure(writes, node, aten.unsqueeze.default, source, SEQ)
+            tokens = pure(writes, node, aten.unsqueeze.default, source, SEQ)
         inside.add(target)
     else:
         found, place = (0, shape(target)[SEQ] if rank(target) == 4 else 0), writes.locate(target)
@@ -207,11 +219,11 @@ def _four_dims(writes: Writes, node: Node, tokens: Node, expected: tuple[Any, ..
         if same_shape(shape(source), expected):
             return source
     for _ in range(missing):
-        tokens = _pure(writes, node, aten.unsqueeze.default, tokens, 0)
+        tokens = pure(writes, node, aten.unsqueeze.default, tokens, 0)
     return tokens
 
 
-def _pure(writes: Writes, like: Node, target: Any, *args: Any) -> Node:
+def pure(writes: Writes, like: Node, target: Any, *args: Any) -> Node:
     """A new pure node in front of `like`."""
     with writes.graph.inserting_before(like):
         node = writes.graph.call_function(target, args)

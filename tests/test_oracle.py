@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.compare import TYPICAL, Pair, cheap
+from tests.compare import TYPICAL, Pair, cheap, error
 from tests.configs import CONFIGS
+from tests.oracle import NOISE, Stored
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")
@@ -45,3 +47,28 @@ MODELS = [
 def test_models(name, attn, which, settings, kind):
     pair = Pair(name, kind, CONFIGS[which], attn=attn, **settings)
     check(session(pair))
+
+
+def test_ties_are_decided_and_nothing_else():
+    """Values that differ by noise give ties; values that are wrong do not."""
+    spec = CONFIGS["16"].spec("key", 32, "float32")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 4, 512, 32, generator=generator)
+    noise = 1 + NOISE / 2 * torch.randn(x.shape, generator=generator)
+
+    def stored(tokens, witness=None) -> Stored:
+        read = None if witness is None else lambda a, b: witness[:, :, a:b]
+        result = Stored(spec, 4, 4, 512, 32, read)
+        result.write(tokens, 0)
+        return result
+
+    theirs = stored(x * noise).values
+    alone, watched = stored(x).values, stored(x, theirs)
+    assert error(alone, theirs) > 1e-4, "no tie in this test"
+    # The window is exact in both: noise.
+    assert error(watched.values, theirs) < NOISE
+    assert 0 < watched.ties < 0.05 * 4 * 4 * 512
+    for wrong in (theirs.roll(1, 2), 0 * theirs, theirs.roll(1, 1), 1.001 * theirs):
+        judged = stored(x, wrong)
+        assert judged.ties == 0
+        assert torch.equal(judged.values, alone)

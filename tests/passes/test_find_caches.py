@@ -495,6 +495,16 @@ def positions_change(q, k, v, kc, vc, pos):
     return attend(q, kc, vc)
 
 
+def test_positions_are_those_of_the_write(analyze):
+    """torchtune advances its positions before it attends: the fused op must see the old ones."""
+    match = analyze(positions_change)(new(1, H), new(1), new(1), new(L), new(L), torch.tensor([3])).match
+    assert match.reason is None
+    for write in (match.key, match.value):
+        assert write.positions.target is torch.ops.aten.clone.default
+        nodes = list(write.positions.graph.nodes)
+        assert nodes.index(write.positions) < nodes.index(write.erase[0])
+
+
 def refused_attention(q, k, v, kc, vc, pos):
     kc.index_copy_(2, pos, k)
     vc.index_copy_(2, pos, v)
@@ -551,7 +561,6 @@ def not_kept(q, k, v, kc, vc, pos):
         (also_a_mask, kinds.IN_PLACE, "read by aten.scaled_dot_product_attention"),
         (cast_between, kinds.IN_PLACE, "cast from float32 to float16"),
         (different_positions, kinds.IN_PLACE, "different positions"),
-        (positions_change, kinds.IN_PLACE, "positions that change"),
         (in_place_add, kinds.IN_PLACE, "index_put_"),
         (never_written, kinds.READ_ONLY, "not written in this graph"),
         (out_of_place_where, kinds.OUT_OF_PLACE, "out of place by aten.where"),
