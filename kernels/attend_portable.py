@@ -108,12 +108,13 @@ def attend_kernel(
         if tl.max(visible.to(tl.int32)) > 0:
             k0, k1, k2, k3, centered = read_tile(
                 key, key_tab, bh, head, key_capacity, tile, k_packed, k_length, k_extent,
-                K, T, False,
+                K, T, False, False,
             )  # fmt: skip
             if FRESH:
                 k0, k1, k2, k3, replaced = overlay_tokens(
-                    k0, k1, k2, k3, key_tokens, key_strides, b, head, tile, fresh_slot, n, K, T
-                )
+                    k0, k1, k2, k3, key_tokens, key_strides, b, head, tile, fresh_slot, n,
+                    K, T, False,
+                )  # fmt: skip
                 centered = centered & (replaced == 0)
             score = _dot4(q0, q1, q2, q3, k0, k1, k2, k3, PRECISION)
             if K.center != "none":
@@ -136,7 +137,7 @@ def attend_kernel(
 
             v0, v1, v2, v3, centered = read_tile(
                 value, value_tab, bh, head, value_capacity, tile, v_packed, v_length, v_extent,
-                V, T, False,
+                V, T, False, False,
             )  # fmt: skip
             if V.center != "none":
                 if (tile < v_packed) | (tile + T > v_length):
@@ -144,8 +145,9 @@ def attend_kernel(
                     v0, v1, v2, v3 = add_mean(v0, v1, v2, v3, m0, m1, m2, m3, centered)
             if FRESH:
                 v0, v1, v2, v3, replaced = overlay_tokens(
-                    v0, v1, v2, v3, value_tokens, value_strides, b, head, tile, fresh_slot, n, V, T
-                )
+                    v0, v1, v2, v3, value_tokens, value_strides, b, head, tile, fresh_slot, n,
+                    V, T, False,
+                )  # fmt: skip
             acc0 = tl.dot(weight, v0, acc0 * shrink[:, None], input_precision=PRECISION)
             acc1 = tl.dot(weight, v1, acc1 * shrink[:, None], input_precision=PRECISION)
             acc2 = tl.dot(weight, v2, acc2 * shrink[:, None], input_precision=PRECISION)

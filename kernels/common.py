@@ -186,21 +186,34 @@ def signed_byte(word, i: tl.constexpr):
 
 
 @triton.jit
-def load4(base, rows, stride, live, CHUNKS: tl.constexpr, PAD: tl.constexpr):
+def load4(
+    base, rows, stride, live, CHUNKS: tl.constexpr, PAD: tl.constexpr, WHOLE: tl.constexpr = True
+):
     """Rows of dense vectors as four components.
 
     base: pointer to row 0; rows: `[T]` row numbers, `stride` elements apart; live: `[T]` bool.
+    WHOLE loads vectors and splits them. Otherwise components are loaded one by one: slower, but in
+    the layout that decoding has, where both meet and dense rows are rare.
     """
     T: tl.constexpr = rows.shape[0]
-    d = tl.arange(0, 4 * PAD)
-    x = tl.load(
-        base + rows[:, None] * stride + d[None, :],
-        mask=live[:, None] & (d < 4 * CHUNKS)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    even, odd = tl.split(tl.reshape(x, [T, PAD, 2, 2]))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
+    if WHOLE:
+        d = tl.arange(0, 4 * PAD)
+        x = tl.load(
+            base + rows[:, None] * stride + d[None, :],
+            mask=live[:, None] & (d < 4 * CHUNKS)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        even, odd = tl.split(tl.reshape(x, [T, PAD, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+    else:
+        c = tl.arange(0, PAD)
+        at = base + rows[:, None] * stride + 4 * c[None, :]
+        mask = live[:, None] & (c < CHUNKS)[None, :]
+        x0 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        x1 = tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(at + 2, mask=mask, other=0.0).to(tl.float32)
+        x3 = tl.load(at + 3, mask=mask, other=0.0).to(tl.float32)
     return x0, x1, x2, x3
 
 

@@ -32,11 +32,12 @@ def load_state(state):
 @triton.jit
 def read_tile(
     buf, tab, bh, head, capacity, first, packed, length, extent,
-    L: tl.constexpr, T: tl.constexpr, EXACT: tl.constexpr,
+    L: tl.constexpr, T: tl.constexpr, EXACT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Slots first..first+T-1 of a batch row and head as stored, but without block means.
 
-    first: int64, a multiple of T; T divides the block. packed, length, extent: of the state vector.
+    first: int64, a multiple of T; T divides the block. packed, length, extent: of the state
+    vector. EXACT: see `decode`. WHOLE: see `load4`.
     Returns four components `[T, PAD]` float32, and `centered` `[T]` bool: the rows that lack a mean.
     """
     PAD: tl.constexpr = L.pad
@@ -61,7 +62,7 @@ def read_tile(
     if L.ring > 0:
         if (first + T > packed) & (first < length):
             row = bh.to(tl.int64) * L.ring + first % L.ring
-            y0, y1, y2, y3 = load4(buf.ring + row * L.dim, r, L.dim, ring, L.chunks, L.pad)
+            y0, y1, y2, y3 = load4(buf.ring + row * L.dim, r, L.dim, ring, L.chunks, L.pad, WHOLE)
             here = ring[:, None]
             x0, x1 = tl.where(here, y0, x0), tl.where(here, y1, x1)
             x2, x3 = tl.where(here, y2, x2), tl.where(here, y3, x3)
@@ -69,7 +70,7 @@ def read_tile(
         if (first < L.sinks) & (first < length):
             sink = (slot < L.sinks) & (slot < length)
             row = bh.to(tl.int64) * L.sinks + first
-            y0, y1, y2, y3 = load4(buf.sinks + row * L.dim, r, L.dim, sink, L.chunks, L.pad)
+            y0, y1, y2, y3 = load4(buf.sinks + row * L.dim, r, L.dim, sink, L.chunks, L.pad, WHOLE)
             here = sink[:, None]
             x0, x1 = tl.where(here, y0, x0), tl.where(here, y1, x1)
             x2, x3 = tl.where(here, y2, x2), tl.where(here, y3, x3)
@@ -103,7 +104,7 @@ def read_values(
 ):  # fmt: skip
     """`read_tile` with the means added."""
     x0, x1, x2, x3, centered = read_tile(
-        buf, tab, bh, head, capacity, first, packed, length, extent, L, T, EXACT
+        buf, tab, bh, head, capacity, first, packed, length, extent, L, T, EXACT, True
     )
     if L.center != "none":
         if (first < packed) | (first + T > length):
@@ -124,7 +125,7 @@ def first_slot(positions, start, HAS_POSITIONS: tl.constexpr):
 @triton.jit
 def overlay_tokens(
     x0, x1, x2, x3, tokens, strides, b, head, first, slot, n,
-    L: tl.constexpr, T: tl.constexpr,
+    L: tl.constexpr, T: tl.constexpr, WHOLE: tl.constexpr = True,
 ):  # fmt: skip
     """Puts tokens of this call (absolute slots slot..slot+n-1) over a tile from slot `first` on.
 
@@ -134,7 +135,7 @@ def overlay_tokens(
     here = (index >= 0) & (index < n)
     if (first + T > slot) & (first < slot + n):
         base = tokens + b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-        y0, y1, y2, y3 = load4(base, index, strides[2], here, L.chunks, L.pad)
+        y0, y1, y2, y3 = load4(base, index, strides[2], here, L.chunks, L.pad, WHOLE)
         x0, x1 = tl.where(here[:, None], y0, x0), tl.where(here[:, None], y1, x1)
         x2, x3 = tl.where(here[:, None], y2, x2), tl.where(here[:, None], y3, x3)
     return x0, x1, x2, x3, here

@@ -294,7 +294,8 @@ def write_windowed(
     pack_kernel[(batch * heads, max(1, n // spec.block))](
         buffers, table, tokens, strides, at, plan, heads, buffers.capacity,
         start, n, keep, limit, float(spec.med3x),
-        L=L, HAS_POSITIONS=positions is not None, num_warps=8, enable_fp_fusion=False,
+        L=L, HAS_POSITIONS=positions is not None, num_warps=8 if L.pad <= 32 else 16,
+        enable_fp_fusion=False,
     )  # fmt: skip
     tile = tile_slots(L)
     commit_kernel[(batch * heads, min(triton.cdiv(n, tile), L.ring // tile))](

@@ -140,7 +140,9 @@ def _mismatch(writes: Writes, pair: _Pair) -> str | None:
         return "keys and values are read from different slots"
     if not equal(pair.key.length, pair.value.length):
         return "different numbers of keys and values are read"
-    if not equal(shape(key.tokens)[SEQ], shape(value.tokens)[SEQ]):
+    # Written at the same positions, and the op checks that each has a token.
+    counted = nodes.may_equal if key.positions is not None else equal
+    if not counted(shape(key.tokens)[SEQ], shape(value.tokens)[SEQ]):
         return "different numbers of keys and values are written"
     return None
 

@@ -53,21 +53,21 @@ def test_ties_are_decided_and_nothing_else():
     """Values that differ by noise give ties; values that are wrong do not."""
     spec = CONFIGS["16"].spec("key", 32, "float32")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 4, 512, 32, generator=generator)
+    x = torch.randn(2, 2, 512, 32, generator=generator)
     noise = 1 + NOISE / 2 * torch.randn(x.shape, generator=generator)
 
     def stored(tokens, witness=None) -> Stored:
         read = None if witness is None else lambda a, b: witness[:, :, a:b]
-        result = Stored(spec, 4, 4, 512, 32, read)
+        result = Stored(spec, 2, 2, 512, 32, read)
         result.write(tokens, 0)
         return result
 
     theirs = stored(x * noise).values
     alone, watched = stored(x).values, stored(x, theirs)
-    assert error(alone, theirs) > 1e-4, "no tie in this test"
+    assert (alone - theirs).abs().max() > 0.01, "no tie in this test"
     # The window is exact in both: noise.
     assert error(watched.values, theirs) < NOISE
-    assert 0 < watched.ties < 0.05 * 4 * 4 * 512
+    assert 0 < watched.ties < x.shape[:3].numel() / 4
     for wrong in (theirs.roll(1, 2), 0 * theirs, theirs.roll(1, 1), 1.001 * theirs):
         judged = stored(x, wrong)
         assert judged.ties == 0

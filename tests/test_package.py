@@ -22,7 +22,7 @@ needs_torchao = pytest.mark.skipif(
 
 def run(code: str, *options: str, cwd: Path = ROOT, **environment: str) -> str:
     """Runs `code` in a fresh interpreter; returns what it printed, on both streams."""
-    env = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"} | environment
+    env = os.environ | {"PYTHONPATH": ""} | environment
     done = subprocess.run(
         [sys.executable, *options, "-c", code],
         cwd=cwd,
