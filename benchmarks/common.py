@@ -32,7 +32,7 @@ def machine() -> dict[str, str]:
     """Hardware, versions, commit and date, for the head of every result."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts = {
-        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "commit": _commit(),
         "cpu": f"{_cpu()}, {os.cpu_count()} logical cores, {torch.get_num_threads()} torch threads,"
         f" {memory:.0f} GiB",
@@ -56,8 +56,12 @@ def _cpu() -> str:
 def _commit() -> str:
     git = ["git", "-C", str(RESULTS.parent)]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        edits = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+        edits = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
+        )
     except OSError:
         return "unknown"
     if head.returncode:
@@ -124,7 +128,10 @@ def publish(name: str, about: str, tables: Sequence[Table], output: Path | None 
     path.parent.mkdir(parents=True, exist_ok=True)
     head = [f"# {name}", "", about.strip(), ""]
     head += [f"- {key}: {value}" for key, value in facts.items()]
-    head += [f"- command: `python -m benchmarks.{name} {' '.join(sys.argv[1:])}`".rstrip(" `") + "`", ""]
+    head += [
+        f"- command: `python -m benchmarks.{name} {' '.join(sys.argv[1:])}`".rstrip(" `") + "`",
+        "",
+    ]
     path.write_text("\n".join(head) + "\n" + "\n".join(t.markdown() for t in tables))
     print(f"written to {path}")
     return path
@@ -139,7 +146,9 @@ def parser(about: str, *, model: str | None = "smollm2") -> argparse.ArgumentPar
     )
     if model:
         result.add_argument("--model", default=model, help="of benchmarks.models, folder or hub id")
-    result.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's own choice")
+    result.add_argument(
+        "--threads", type=int, default=0, help="torch threads; 0: torch's own choice"
+    )
     result.add_argument("--output", type=Path, help="file to write; default: benchmarks/results/")
     return result
 
@@ -168,7 +177,11 @@ def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterabl
 # -- models ------------------------------------------------------------------------------------------
 def cache_keyword(model: Any) -> str:
     """The name of the cache argument: `past_key_values`, and `cache` in newer transformers."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    return (
+        "cache"
+        if "cache" in inspect.signature(type(model).forward).parameters
+        else "past_key_values"
+    )
 
 
 class Session:

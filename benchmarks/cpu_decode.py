@@ -47,7 +47,9 @@ def measure(
 def quantiles(seconds: list[float]) -> tuple[float, float, float]:
     """First quartile, median and third quartile in milliseconds."""
     values = torch.tensor(seconds, dtype=torch.float64) * 1e3
-    low, middle, high = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    low, middle, high = values.quantile(
+        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    ).tolist()
     return low, middle, high
 
 
@@ -57,14 +59,16 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, str, float, Itera
         needed = arguments.context + arguments.warmup + arguments.steps
         ids = token_ids(tokenizer, arguments.text, needed)
         for kind in arguments.kinds:
-            times = measure(
-                model, ids, kind, arguments.context, arguments.steps, arguments.warmup
-            )
+            times = measure(model, ids, kind, arguments.context, arguments.steps, arguments.warmup)
             middles = {}
             for name, seconds in times.items():
                 low, middles[name], high = quantiles(seconds)
                 ratio = middles[name] / middles["inductor"]
-                cells = (f"{dtype}, {kind}, {name}", f"{middles[name]:.1f}", f"{low:.1f}-{high:.1f}")
+                cells = (
+                    f"{dtype}, {kind}, {name}",
+                    f"{middles[name]:.1f}",
+                    f"{low:.1f}-{high:.1f}",
+                )
                 yield dtype, name, ratio, (*cells, f"{1 / middles[name] * 1e3:.1f}", f"{ratio:.2f}")
 
 

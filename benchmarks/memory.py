@@ -31,7 +31,11 @@ import torch
 from .common import Session, Table, parser, progress, publish
 
 # Large blocks come from and go back to the system at once, in every glibc.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
 PROMISED = {4096: 0.32, 32768: 0.29}
 
 
@@ -269,7 +273,9 @@ def _adoptions(arguments: argparse.Namespace) -> Table:
     ]
     worst: dict[int, float] = {}
     for preset, kind, context in progress(plan, "adoption"):
-        r = isolated("adoption", kind=kind, context=context, preset=preset, layers=layers_for(context))
+        r = isolated(
+            "adoption", kind=kind, context=context, preset=preset, layers=layers_for(context)
+        )
         ratio = r["after_storages"] / r["filled_storages"]
         resident = r["after"] / r["filled"]
         if preset == "4bit":

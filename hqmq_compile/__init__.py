@@ -36,7 +36,11 @@ _FOLDER = Path(__file__).resolve().parent
 if not (_FOLDER / "passes").is_dir():
     __path__.append(str(_FOLDER.parent))
 
-_LAZY = {"HQMQTensor": "hqmq_compile.cache.tensor"}
+_LAZY = {
+    "HQMQTensor": "hqmq_compile.cache.tensor",
+    "hqmq": "hqmq_compile.backend",
+    "unadopt": "hqmq_compile.cache.adopt",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -68,7 +68,9 @@ def hqmq(
 
 def _parse(mode: str | None, options: dict[str, Any] | None) -> tuple[HQMQConfig, dict[str, Any]]:
     options = dict(options or {})
-    config = HQMQConfig.from_options({k: options.pop(k) for k in ("config", "preset") if k in options})
+    config = HQMQConfig.from_options(
+        {k: options.pop(k) for k in ("config", "preset") if k in options}
+    )
     patches = dict(torch._inductor.list_mode_options(mode)) if mode and mode != "default" else {}
     known = torch._inductor.list_options()
     for key, value in options.items():

@@ -68,7 +68,8 @@ class GraphReport:
             write = match.key or match.value
             entries.append(
                 AttentionReport(
-                    source=(attention.source if attention else "") or (write.source if write else ""),
+                    source=(attention.source if attention else "")
+                    or (write.source if write else ""),
                     module=attention.module if attention else "",
                     form=attention.form if attention else "",
                     cache=KIND_NAMES.get(match.kind, ""),

@@ -33,9 +33,7 @@ def _buffer_args(prefix: str, alias: str, mutated: bool) -> str:
 
 
 _SLOTS = "Tensor? positions, SymInt start, SymInt keep, SymInt limit"
-_ATTEND = (
-    "Tensor? mask, Tensor? sinks, SymInt first, SymInt length, float scale, bool causal, float softcap"
-)
+_ATTEND = "Tensor? mask, Tensor? sinks, SymInt first, SymInt length, float scale, bool causal, float softcap"
 SCHEMAS = {
     # tokens [B, H, n, D] go to logical slots `positions` (int [n]), or start..start+n-1; `keep` > 0
     # leaves only the newest slots; `limit` > 0 is the length of the user's tensor; attention reads
@@ -163,9 +161,7 @@ def _write_op(tokens, positions, start, keep, limit, *rest):
 def _append(tokens, keep, *rest):
     buffers, (median, spec, _) = Buffers(*rest[:FIELDS]), rest[FIELDS:]
     state = buffers.state.tolist()
-    _write.write(
-        CacheSpec.parse(spec), buffers, tokens, state[LENGTH] - state[START], keep, median
-    )
+    _write.write(CacheSpec.parse(spec), buffers, tokens, state[LENGTH] - state[START], keep, median)
 
 
 @_implement("attend")

@@ -84,7 +84,9 @@ class CompiledGraph:
                 return store
             # Packed by another model or config: pack anew under ours.
             dense, written = store.dequantize(), None if binding.growing else store.written
-            tensor._replace(PackedKV.from_dense(binding.spec, dense, written, growing=store.growing))
+            tensor._replace(
+                PackedKV.from_dense(binding.spec, dense, written, growing=store.growing)
+            )
             return tensor.packed
         if binding.growing:
             # The graph does not write this tensor, so a copy is as good where something aliases it.
@@ -127,7 +129,9 @@ class CompiledGraph:
 
     # -- after the call --------------------------------------------------------------------------
     def _outputs(self, results: Sequence[Any], stores: list[PackedKV], args: Sequence[Any]):
-        outputs: list[Any] = [None if i is None else results[i] for i in self.rewritten.kept_outputs]
+        outputs: list[Any] = [
+            None if i is None else results[i] for i in self.rewritten.kept_outputs
+        ]
         live = []
         for binding, store in zip(self.rewritten.bindings, stores, strict=True):
             if binding.growing:

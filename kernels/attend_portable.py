@@ -184,7 +184,9 @@ def reduce_kernel(
         total += tl.exp2((sink - safe) * LOG2E)
     d = tl.arange(0, PAD)
     acc = tl.load(
-        part_acc + at[:, None] * DIM + d[None, :], mask=here[:, None] & (d < DIM)[None, :], other=0.0
+        part_acc + at[:, None] * DIM + d[None, :],
+        mask=here[:, None] & (d < DIM)[None, :],
+        other=0.0,
     )
     result = tl.sum(acc * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)

@@ -342,9 +342,7 @@ def decode(buf, tab, head, rows, live, block, offset, L: tl.constexpr, EXACT: tl
         if L.int8:
             exponent = tl.load(buf.exponents + block * L.tiles + offset // 32, mask=live, other=0)
             power = power_of_two(exponent.to(tl.int32))[:, None]
-            stored = tl.load(
-                buf.pool.to(tl.pointer_type(tl.int32)) + entry, mask=outlier, other=0
-            )
+            stored = tl.load(buf.pool.to(tl.pointer_type(tl.int32)) + entry, mask=outlier, other=0)
             x0 = tl.where(outlier, signed_byte(stored, 0) * power, x0)
             x1 = tl.where(outlier, signed_byte(stored, 1) * power, x1)
             x2 = tl.where(outlier, signed_byte(stored, 2) * power, x2)

@@ -182,11 +182,20 @@ def nearest(x0, x1, x2, x3, tab, head, L: tl.constexpr, AT_ONCE: tl.constexpr):
     c, d = tl.load(book + 4 * best + 2), tl.load(book + 4 * best + 3)
     w0, w1, w2, w3 = _right_product(x0, x1, x2, x3, a, b, c, d)
     largest, axis, axis_sign = tl.abs(w0), tl.zeros([T, PAD], tl.int32), w0 < 0
-    axis, axis_sign = tl.where(tl.abs(w1) > largest, 1, axis), tl.where(tl.abs(w1) > largest, w1 < 0, axis_sign)
+    axis, axis_sign = (
+        tl.where(tl.abs(w1) > largest, 1, axis),
+        tl.where(tl.abs(w1) > largest, w1 < 0, axis_sign),
+    )
     largest = tl.maximum(largest, tl.abs(w1))
-    axis, axis_sign = tl.where(tl.abs(w2) > largest, 2, axis), tl.where(tl.abs(w2) > largest, w2 < 0, axis_sign)
+    axis, axis_sign = (
+        tl.where(tl.abs(w2) > largest, 2, axis),
+        tl.where(tl.abs(w2) > largest, w2 < 0, axis_sign),
+    )
     largest = tl.maximum(largest, tl.abs(w2))
-    axis, axis_sign = tl.where(tl.abs(w3) > largest, 3, axis), tl.where(tl.abs(w3) > largest, w3 < 0, axis_sign)
+    axis, axis_sign = (
+        tl.where(tl.abs(w3) > largest, 3, axis),
+        tl.where(tl.abs(w3) > largest, w3 < 0, axis_sign),
+    )
     largest = tl.maximum(largest, tl.abs(w3))
     half_sum = (((tl.abs(w0) + tl.abs(w1)) + tl.abs(w2)) + tl.abs(w3)) * 0.5
     is_axis = largest >= half_sum

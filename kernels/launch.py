@@ -178,7 +178,18 @@ def _check(query, key_spec, key_buffers, value_spec, value_buffers) -> None:
 
 
 def _attend(
-    query, key_spec, key, value_spec, value, first, length, origin, tokens, positions, start, options
+    query,
+    key_spec,
+    key,
+    value_spec,
+    value,
+    first,
+    length,
+    origin,
+    tokens,
+    positions,
+    start,
+    options,
 ) -> torch.Tensor:
     """`tokens`: keys and values that stand over what is stored from `positions[0]` or `start` on."""
     from . import attend_portable, prefill, read
@@ -230,9 +241,7 @@ def write(
     _write(spec, buffers, tokens, positions, start, keep, limit, median)
 
 
-def _write(
-    spec, buffers, tokens, positions, start, keep, limit, median
-) -> torch.Tensor | None:
+def _write(spec, buffers, tokens, positions, start, keep, limit, median) -> torch.Tensor | None:
     """The plan of the write (its first element is START before it); None if there is no token."""
     from . import write as windowed
     from . import write_now

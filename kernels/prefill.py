@@ -38,9 +38,7 @@ def attend_dense(
         return out.contiguous()  # SDPA keeps the strides of the query
     if group > 1:  # with a mask, only the backend that keeps all scores in memory takes groups
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    out = scaled_dot_product_attention(
-        query, key, value, _mask_like(mask, query), 0.0, scale=scale
-    )
+    out = scaled_dot_product_attention(query, key, value, _mask_like(mask, query), 0.0, scale=scale)
     open_rows = (mask if mask.dtype == torch.bool else mask > -math.inf).any(-1, keepdim=True)
     return torch.where(open_rows, out, 0.0).contiguous()
 

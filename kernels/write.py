@@ -17,7 +17,6 @@ from ..cache.buffers import Buffers
 from ..codec.spec import CacheSpec
 from .common import layout, load_vector4, store4, tables
 from .encode import (
-    any_in_row,
     chunk_norms,
     filled_rows,
     finite_rows,
@@ -227,7 +226,21 @@ def commit_kernel(
     for i in range(tl.program_id(1), tiles, tl.num_programs(1)):
         tile = (tile0 + i) * T
         x0, x1, x2, x3 = _incoming(
-            buf, tab, tokens, strides, bh, head, heads, capacity, tile, slot, count, end, extent, L, T
+            buf,
+            tab,
+            tokens,
+            strides,
+            bh,
+            head,
+            heads,
+            capacity,
+            tile,
+            slot,
+            count,
+            end,
+            extent,
+            L,
+            T,
         )
         here = (tile + r >= oldest) & (tile + r < stop)
         row = bh.to(tl.int64) * L.ring + tile % L.ring

@@ -48,7 +48,9 @@ def insert(graph: Graph, spec: CacheSpec, tokens: Node, buffers: list[Node]) -> 
     if spec.med3x_scope == "token":
         result = call(aten.median.dim, (norms, -1, True))
     else:
-        pooled = call(aten.reshape.default, (call(aten.transpose.int, (norms, 0, 1)), [_heads(tokens), -1]))
+        pooled = call(
+            aten.reshape.default, (call(aten.transpose.int, (norms, 0, 1)), [_heads(tokens), -1])
+        )
         result = call(aten.median.dim, (pooled, -1, True))
     median = call(operator.getitem, (result, 0))
     if spec.med3x_scope != "token":

@@ -1,11 +1,11 @@
 """The passes in their order, with the time each took and what it found.
 
-    normalize        pre-dispatch ATen of a copy of the Dynamo graph
-    find_attention   every attention, in canonical form
-    find_caches      every KV cache: its kind, its write, its readers
-    med3x            the chunk-norm median as a reduction of the graph (called by rewrite, per cache)
-    rewrite          attention + writes become one `hqmq::write_attend`
-    cleanup          dead masks, views, casts
+normalize        pre-dispatch ATen of a copy of the Dynamo graph
+find_attention   every attention, in canonical form
+find_caches      every KV cache: its kind, its write, its readers
+med3x            the chunk-norm median as a reduction of the graph (called by rewrite, per cache)
+rewrite          attention + writes become one `hqmq::write_attend`
+cleanup          dead masks, views, casts
 """
 
 from __future__ import annotations

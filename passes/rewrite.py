@@ -206,7 +206,7 @@ class _Rewriter:
     def replace(self, match: Match) -> None:
         attention, key, value = match.attention, match.key, match.value
         head_dim = attention.query.meta["val"].shape[-1]
-        specs = {b: s for b, s in zip((key, value), self._specs(key, value), strict=True)}
+        specs = dict(zip((key, value), self._specs(key, value), strict=True))
         with self.graph.inserting_before(attention.node):
             medians = [
                 med3x.insert(self.graph, specs[w], w.tokens, self.buffers[w]) for w in (key, value)
@@ -288,7 +288,9 @@ class _Rewriter:
             for user in list(cache.users):
                 if user.target is torch.ops.aten.sym_size.int:
                     size = user.meta["val"]
-                    user.replace_all_uses_with(size if isinstance(size, int) else self._size_node(size))
+                    user.replace_all_uses_with(
+                        size if isinstance(size, int) else self._size_node(size)
+                    )
                     self.graph.erase_node(user)
             if cache.users:
                 raise RuntimeError(f"hqmq: cache {cache.name} still read by {list(cache.users)}")
@@ -302,4 +304,3 @@ def _hint(value: Symbolic) -> int:
 
 def _value(scalar: Node | int | None) -> Symbolic | None:
     return scalar.meta["val"] if isinstance(scalar, Node) else scalar
-

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from hqmq_compile import HQMQConfig
 from hqmq_compile.backend import hqmq
@@ -18,13 +19,15 @@ from tests.compare import error
 from tests.oracle import Past
 
 ROOM = 128
+WINDOW = 24  # of sliding attention
 BATCH, HEADS, QUERY_HEADS, DIM = 2, 2, 4, 16
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, position) -> Tensor:
-    """Causal attention of tokens at slots position.. to slots 0.. of the cache."""
+def attend(query, keys, values, position, first=0, window=ROOM) -> Tensor:
+    """Causal attention of tokens at slots position.. to the `window` newest of slots first.. ."""
     slots = torch.arange(query.shape[2]) + position
-    mask = torch.arange(keys.shape[2])[None] <= slots[:, None]
+    seen = torch.arange(keys.shape[2]) + first
+    mask = (seen[None] <= slots[:, None]) & (seen[None] > slots[:, None] - window)
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
 
@@ -47,6 +50,21 @@ def nano(query, key, value, past):
     bias = torch.ones(total, total, dtype=torch.bool).tril()
     scores = scores.masked_fill(~bias[total - count : total], float("-inf"))
     return torch.softmax(scores, dim=-1) @ value, present
+
+
+def sliding(query, key, value, keys, values, position: int):
+    """transformers' DynamicSlidingWindowLayer: WINDOW - 1 tokens are kept."""
+    first = position - keys.shape[2]
+    keys, values = torch.cat([keys, key], dim=-2), torch.cat([values, value], dim=-2)
+    out = attend(query, keys, values, position, first, WINDOW)
+    return out, keys[:, :, -WINDOW + 1 :, :], values[:, :, -WINDOW + 1 :, :]
+
+
+def rolling(query, key, value, layer: StaticSlidingWindowLayer, position: int):
+    """transformers' StaticSlidingWindowLayer itself: it fills up, then rolls."""
+    _, first = layer.get_mask_sizes(key.shape[2])
+    keys, values = layer.update(key, value)
+    return attend(query, keys, values, position, first, WINDOW)
 
 
 # -- buffers, by position -----------------------------------------------------------------------
@@ -115,18 +133,26 @@ class Loop:
         style: a key of `STYLES`.
         config: of hqmq, for both.
         compiled: of another loop of the same style and config, to spare a compilation.
+        dtype: of everything.
     """
 
-    def __init__(self, style: str, config: HQMQConfig, compiled: Callable | None = None):
-        self.style, self.config = style, config
+    def __init__(
+        self,
+        style: str,
+        config: HQMQConfig,
+        compiled: Callable | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.style, self.config, self.dtype = style, config, dtype
         self.target = {"gpt-fast": GptFast, "torchtune": TorchTune}.get(style)
         self.target = STYLES[style] if self.target is None else self.target()
         options = {"config": config}
         self.compiled = compiled or torch.compile(self.target, backend=hqmq, options=options)
         self.past = Past(config, slots=ROOM)
         self.generator = torch.Generator().manual_seed(0)
-        shape = (BATCH, HEADS, 0 if style == "cat" else ROOM, DIM)
-        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        shape = (BATCH, HEADS, 0 if style in GROWING else ROOM, DIM)
+        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.layer = StaticSlidingWindowLayer(ROOM, WINDOW)
         self.tuple = None
         self.length = 0
         # Channels far from zero, as keys have them, and now and then a chunk that is an outlier.
@@ -135,7 +161,7 @@ class Loop:
     def tokens(self, heads: int, count: int, offset=0.0) -> Tensor:
         x = torch.randn(BATCH, heads, count, DIM, generator=self.generator)
         wild = torch.rand(BATCH, heads, count, DIM // 4, generator=self.generator) < 0.04
-        return x * (1 + 7 * wild.repeat_interleave(4, -1)) + offset
+        return (x * (1 + 7 * wild.repeat_interleave(4, -1)) + offset).to(self.dtype)
 
     @torch.no_grad()
     def __call__(self, count: int, position: int | None = None) -> float:
@@ -146,13 +172,22 @@ class Loop:
         actual = self.run(query, key.clone(), value.clone(), position)
         keys, values = self.past.write(key, value, position)
         self.length = stop = position + count
-        expected = attend(query, keys[:, :, :stop], values[:, :, :stop], position)
+        window = WINDOW if self.style in SLIDING else ROOM
+        seen = (keys[:, :, :stop], values[:, :, :stop])
+        expected = attend(query, *seen, position, window=window)
         return error(actual, expected)
 
     def run(self, query, key, value, position: int) -> Tensor:
         if self.style == "cat":
             out, self.keys, self.values = self.compiled(query, key, value, self.keys, self.values)
             return out
+        if self.style == "sliding":
+            out, self.keys, self.values = self.compiled(
+                query, key, value, self.keys, self.values, position
+            )
+            return out
+        if self.style == "rolling":
+            return self.compiled(query, key, value, self.layer, position)
         if self.style == "tuple":
             out, self.tuple = self.compiled(query, key, value, self.tuple)
             return out
@@ -173,6 +208,8 @@ class Loop:
         """Keys and values where the user finds them."""
         if self.style == "tuple":
             return self.tuple
+        if self.style == "rolling":
+            return self.layer.keys, self.layer.values
         if self.style in ("gpt-fast", "torchtune"):
             return self.target.k_cache, self.target.v_cache
         return self.keys, self.values
@@ -181,19 +218,22 @@ class Loop:
         """What is stored is what the oracle stores, exactly; and something is packed."""
         for tensor, stored in zip(self.caches, self.past.stored, strict=True):
             assert tensor.is_packed
-            assert tensor.packed.packed_slots == stored.packed > 0
+            first = int(tensor.packed.buffers.state[0])
+            assert tensor.packed.packed_slots == stored.packed - first > 0
             actual = tensor.dequantize()
-            torch.testing.assert_close(
-                actual, stored.values[:, :, : actual.shape[2]], rtol=0, atol=0
-            )
+            expected = stored.values[:, :, first : first + actual.shape[2]].to(self.dtype)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 STYLES: dict[str, Callable] = {
     "cat": concatenated,
     "tuple": nano,
+    "sliding": sliding,
+    "rolling": rolling,
     "index_copy": index_copied,
     "slice": sliced,
     "gpt-fast": GptFast.forward,
     "torchtune": TorchTune.forward,
 }
-GROWING = ("cat", "tuple")
+GROWING = ("cat", "tuple", "sliding")
+SLIDING = ("sliding", "rolling")

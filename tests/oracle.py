@@ -35,7 +35,6 @@ from hqmq_compile import HQMQConfig
 from hqmq_compile.codec.codec import fake_quantize, first_mean
 from hqmq_compile.codec.spec import CacheSpec
 
-
 NOISE = 4e-6  # relative, of keys and values between two ways to compute them in float32
 DRAWS = 24
 Witness = Callable[[int, int], Tensor | None]  # first and last slot to `[B, H, n, D]`, or None

@@ -9,7 +9,7 @@ import torch
 
 from tests.compare import TYPICAL, cheap
 from tests.configs import CONFIGS
-from tests.hand_written import GROWING, ROOM, STYLES, Loop
+from tests.hand_written import GROWING, ROOM, SLIDING, STYLES, Loop
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")
 __all__ = ["cheap"]
@@ -35,7 +35,25 @@ def test_every_style(style):
     loop.check_stored()
 
 
-PLACED = [style for style in STYLES if style not in GROWING]
+@pytest.mark.parametrize("style", SLIDING)
+@pytest.mark.parametrize("which", ["8", "16", "long block", "immediate", "stored", "paper"])
+def test_sliding_windows(which, style):
+    """Blocks that leave the window in the very call that packs them are still seen in it."""
+    loop = Loop(style, CONFIGS[which])
+    check([loop(count) for count in (3, 1, 7, 1, 9, 1, 1, 16, 1, 40, 11, 1, 1)])
+    for tensor in loop.caches:
+        assert tensor.is_packed
+
+
+@pytest.mark.parametrize("style", ["cat", "index_copy"])
+def test_bfloat16(style):
+    loop = Loop(style, CONFIGS["16"], dtype=torch.bfloat16)
+    errors = [loop(count) for count in (37, 1, 1, 1, 11, 1, 40, 1)]
+    assert max(errors) < 4e-3, errors  # of the output: eight bits
+    loop.check_stored()
+
+
+PLACED = [style for style in STYLES if style not in (*GROWING, *SLIDING)]
 
 
 @pytest.mark.parametrize("style", PLACED)

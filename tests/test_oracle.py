@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import oracle
 from tests.compare import TYPICAL, Pair, cheap, error
 from tests.configs import CONFIGS
-from tests.oracle import NOISE, Stored
+from tests.oracle import Stored
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")
@@ -49,16 +50,17 @@ def test_models(name, attn, which, settings, kind):
     check(session(pair))
 
 
-def test_ties_are_decided_and_nothing_else():
+def test_ties_are_decided_and_nothing_else(monkeypatch):
     """Values that differ by noise give ties; values that are wrong do not."""
-    spec = CONFIGS["16"].spec("key", 32, "float32")
+    monkeypatch.setattr(oracle, "NOISE", 4e-4)  # at 4e-6 there is hardly a tie to be had
+    spec = CONFIGS["16"].spec("value", 32, "float32")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 2, 512, 32, generator=generator)
-    noise = 1 + NOISE / 2 * torch.randn(x.shape, generator=generator)
+    x = torch.randn(2, 2, 192, 32, generator=generator)
+    noise = 1 + 1e-4 * torch.randn(x.shape, generator=generator)
 
     def stored(tokens, witness=None) -> Stored:
         read = None if witness is None else lambda a, b: witness[:, :, a:b]
-        result = Stored(spec, 2, 2, 512, 32, read)
+        result = Stored(spec, 2, 2, 192, 32, read)
         result.write(tokens, 0)
         return result
 
@@ -66,8 +68,8 @@ def test_ties_are_decided_and_nothing_else():
     alone, watched = stored(x).values, stored(x, theirs)
     assert (alone - theirs).abs().max() > 0.01, "no tie in this test"
     # The window is exact in both: noise.
-    assert error(watched.values, theirs) < NOISE
-    assert 0 < watched.ties < x.shape[:3].numel() / 4
+    assert error(watched.values, theirs) < 4e-4
+    assert 0 < watched.ties < x.shape[:3].numel() / 20
     for wrong in (theirs.roll(1, 2), 0 * theirs, theirs.roll(1, 1), 1.001 * theirs):
         judged = stored(x, wrong)
         assert judged.ties == 0

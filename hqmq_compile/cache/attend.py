@@ -95,7 +95,9 @@ def attend(
         scores = scores.sub_(safe).exp_()
         shrink = torch.exp(top - safe)
         total = total * shrink + scores.sum(-1, keepdim=True)
-        values = _tile(value_spec, value, first + a, first + b, value_state, fresh and fresh.value, fresh)
+        values = _tile(
+            value_spec, value, first + a, first + b, value_state, fresh and fresh.value, fresh
+        )
         acc = acc * shrink + torch.matmul(scores, values)
         top = higher
     out = acc / torch.where(total == 0, 1.0, total)
@@ -173,4 +175,3 @@ def _attend_fresh(query, first, length, scale, mask, causal, softcap, sinks, fre
         query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out.contiguous()  # SDPA keeps the strides of the query; the op promises contiguous
-

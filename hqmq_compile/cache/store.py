@@ -71,7 +71,12 @@ class PackedKV:
 
     @classmethod
     def from_dense(
-        cls, spec: CacheSpec, dense: torch.Tensor, written: int | None = None, *, growing: bool = False
+        cls,
+        spec: CacheSpec,
+        dense: torch.Tensor,
+        written: int | None = None,
+        *,
+        growing: bool = False,
     ) -> PackedKV:
         """Pack a dense cache `[B, H, T, D]` whose first `written` slots hold the sequence.
 
@@ -220,9 +225,7 @@ class PackedKV:
         if keep and length > keep:
             start, length = start + length - keep, keep
         self._head.version += 1
-        return PackedKV(
-            self.spec, self.buffers, length, growing=True, start=start, head=self._head
-        )
+        return PackedKV(self.spec, self.buffers, length, growing=True, start=start, head=self._head)
 
     def prepare_append(self, count: int) -> None:
         """Own the buffers (copy on write), with room for `count` more slots."""
@@ -256,9 +259,7 @@ class PackedKV:
     def from_state_dict(cls, state: dict) -> PackedKV:
         buffers = Buffers(*(state[name] for name in Buffers._fields))
         spec = CacheSpec.parse(state["spec"])
-        return cls(
-            spec, buffers, state["length"], growing=state["growing"], start=state["start"]
-        )
+        return cls(spec, buffers, state["length"], growing=state["growing"], start=state["start"])
 
     def __repr__(self) -> str:
         return (

@@ -90,9 +90,7 @@ def _store_blocks(
     count = values.shape[2] // spec.block
     ids = block_ids(first // spec.block, first // spec.block + count, blocks, values.device)
     mean = buffers.means.float() if spec.center == "first" else None
-    out = encode_blocks(
-        spec, values.unflatten(2, (count, spec.block)), mean=mean
-    )
+    out = encode_blocks(spec, values.unflatten(2, (count, spec.block)), mean=mean)
     buffers.codes.unflatten(2, (blocks, spec.block))[:, :, ids] = out.codes
     buffers.scales.unflatten(2, (blocks, spec.block))[:, :, ids] = out.scales
     if spec.med3x:
@@ -208,7 +206,9 @@ def resized(spec: CacheSpec, buffers: Buffers, blocks: int, start: int) -> Buffe
     for name, a, b in zip(Buffers._fields, buffers, new, strict=True):
         if name in PER_BLOCK and a.shape != b.shape:
             rows = a.shape[2] // have
-            b.unflatten(2, (blocks, rows))[:, :, target] = a.unflatten(2, (have, rows))[:, :, source]
+            b.unflatten(2, (blocks, rows))[:, :, target] = a.unflatten(2, (have, rows))[
+                :, :, source
+            ]
         else:
             b.copy_(a)
     return new

@@ -497,7 +497,9 @@ def positions_change(q, k, v, kc, vc, pos):
 
 def test_positions_are_those_of_the_write(analyze):
     """torchtune advances its positions before it attends: the fused op must see the old ones."""
-    match = analyze(positions_change)(new(1, H), new(1), new(1), new(L), new(L), torch.tensor([3])).match
+    match = analyze(positions_change)(
+        new(1, H), new(1), new(1), new(L), new(L), torch.tensor([3])
+    ).match
     assert match.reason is None
     for write in (match.key, match.value):
         assert write.positions.target is torch.ops.aten.clone.default
