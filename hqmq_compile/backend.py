@@ -63,7 +63,7 @@ def hqmq(
     rewritten = result.rewritten
     inputs = [example_inputs[i] for i in rewritten.kept_args] + rewritten.extra_inputs
     compiled = inductor(rewritten.module, inputs)
-    return CompiledGraph(result, compiled, report)
+    return CompiledGraph(result, compiled, report, config.kernel.value)
 
 
 def _parse(mode: str | None, options: dict[str, Any] | None) -> tuple[HQMQConfig, dict[str, Any]]:

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 from .cache.adopt import adopt, exclusive, swap_out
+from .cache.buffers import Buffers
 from .cache.store import PackedKV
 from .cache.tensor import HQMQTensor
+from .codec.spec import CacheSpec
 from .explain import GraphReport
 from .passes.normalize import PlaceholderInfo
 from .passes.pipeline import Result
@@ -37,8 +39,11 @@ class NotAdoptable(Exception):
 class CompiledGraph:
     """Callable that Dynamo runs in place of a rewritten graph."""
 
-    def __init__(self, result: Result, compiled: Callable, report: GraphReport) -> None:
+    def __init__(
+        self, result: Result, compiled: Callable, report: GraphReport, kernel: str = "auto"
+    ) -> None:
         self.result = result
+        self.kernel = kernel
         self.rewritten = result.rewritten
         self.compiled = compiled
         self.report = report
@@ -91,8 +96,8 @@ class CompiledGraph:
         if binding.growing:
             # The graph does not write this tensor, so a copy is as good where something aliases it.
             if exclusive(tensor) is not None:
-                return PackedKV.from_dense(binding.spec, tensor, growing=True)
-            adopt(tensor, binding.spec, None, growing=True)
+                return PackedKV.from_dense(binding.spec, tensor, growing=True, write=self._write)
+            adopt(tensor, binding.spec, None, growing=True, write=self._write)
             return tensor.packed
         reason = exclusive(tensor)
         if reason is not None:
@@ -101,8 +106,12 @@ class CompiledGraph:
         if start is None:
             raise NotAdoptable(f"{binding.source}: the slots written depend on more than integers")
         log.info("hqmq: packing %s in place", binding.source)
-        adopt(tensor, binding.spec, start(list(args)))
+        adopt(tensor, binding.spec, start(list(args)), write=self._write)
         return tensor.packed
+
+    def _write(self, spec: CacheSpec, buffers: Buffers, tokens: torch.Tensor, start: int) -> None:
+        """Store a sequence by whatever serves this device."""
+        torch.ops.hqmq.write(tokens, None, start, 0, 0, *buffers, None, str(spec), self.kernel)
 
     def _check_pairs(self, stores: list[PackedKV]) -> None:
         """Dynamo gives the lengths of growing keys and values a symbol each: they must agree."""

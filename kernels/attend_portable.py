@@ -50,7 +50,8 @@ def _tanh(x):
 def attend_kernel(
     query, query_strides, key, value, key_tab, value_tab, key_tokens, key_strides,
     value_tokens, value_strides, positions, origin, mask, mask_batch, mask_head, mask_row,
-    mask_column, part_acc, part_top, part_sum, heads, group, n, key_capacity, value_capacity, first, length, start, scale, softcap,
+    mask_column, part_acc, part_top, part_sum, heads, group, n, key_capacity, value_capacity,
+    first, length, start, scale, softcap,
     K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, PRECISION: tl.constexpr,

@@ -16,6 +16,7 @@ from .common import Layout, decode, layout, load4, load_vector4, store4, tables
 
 # Places in the state vector, as the kernels see them (`cache/buffers.py`).
 START, PACKED, LENGTH, CAPPED, EXTENT = (tl.constexpr(i) for i in range(5))
+ARRIVED = tl.constexpr(7)  # programs of the running launch that are through; 0 between launches
 
 
 @triton.jit

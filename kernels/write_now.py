@@ -1,8 +1,8 @@
 """Writing without a window: every token is encoded as it arrives, against a frozen mean.
 
-Two launches, decided on the device as in `write.py`: `encode_kernel`, one program a block that the
-tokens touch, and `commit_now_kernel` for the sinks and the state. Outliers take free slots in the
-pool of their block, so the other tokens of the block stay as they are.
+One launch, decided on the device as in `write.py`, with one program for every block that the tokens
+touch. Outliers take free slots in the pool of their block, so the other tokens of the block stay as
+they are.
 The reference is `hqmq_compile/cache/write_now.py`.
 """
 
@@ -28,18 +28,9 @@ from .encode import (
     row_median,
     store_words,
 )
-from .read import CAPPED, first_slot, load_state, tile_slots, token_arguments
-from .write import (
-    COUNT,
-    NEW_EXTENT,
-    NEW_LENGTH,
-    NEW_START,
-    OLD_START,
-    PLAN_SIZE,
-    SLOT,
-    accepted,
-    store_pool16,
-)
+from .pack import store_pool16
+from .read import CAPPED, first_slot, load_state, token_arguments
+from .write import OLD_START, PLAN_SIZE, accepted, commit_state, last_to_arrive
 
 NO_MEDIAN = (0, 0, 0)
 
@@ -106,14 +97,6 @@ def encode_kernel(
     new_start = old_start
     if keep > 0:
         new_start = tl.maximum(old_start, new_length - keep)
-    if (bh == 0) & (tl.program_id(1) == 0):
-        tl.store(plan + OLD_START, old_start)
-        tl.store(plan + SLOT, slot)
-        tl.store(plan + COUNT, count)
-        tl.store(plan + NEW_START, new_start)
-        tl.store(plan + NEW_LENGTH, new_length)
-        tl.store(plan + NEW_EXTENT, tl.maximum(extent, stop))
-
     # Tokens in blocks that leave the window with this very call are not encoded.
     begin = tl.maximum(slot, new_start // B * B)
     block_slot = (begin // B + tl.program_id(1)) * B
@@ -171,6 +154,24 @@ def encode_kernel(
         if L.flag != "none":
             word = tl.where(kept, outlier_word(place, L), word)
         store_words(buf.codes, rows, live, word, L)
+    if L.sinks > 0:
+        if tl.program_id(1) == 0:
+            _store_sinks(buf, tokens, strides, b, head, bh, slot, tl.minimum(stop, L.sinks), L)
+    if last_to_arrive(buf.state):
+        tl.store(plan + OLD_START, old_start)
+        commit_state(buf.state, new_start, new_length, new_length, tl.maximum(extent, stop))
+
+
+@triton.jit
+def _store_sinks(buf, tokens, strides, b, head, bh, slot, stop, L: tl.constexpr):
+    T: tl.constexpr = 16
+    base = tokens + b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    out = buf.sinks + bh.to(tl.int64) * (L.sinks * L.dim)
+    for i in range(slot, stop, T):
+        at = i + tl.arange(0, T).to(tl.int64)
+        live = at < stop
+        x0, x1, x2, x3 = load4(base, at - slot, strides[2], live, L.chunks, L.pad)
+        store4(out, at, L.dim, live, x0, x1, x2, x3, L.chunks, L.pad)
 
 
 @triton.jit
@@ -178,29 +179,6 @@ def _half(x, good):
     """The float16 mean of the only row of `[1, PAD]`, as float32."""
     mean = tl.sum(tl.where(good, x, 0.0), 0)
     return tl.clamp(mean, -65504.0, 65504.0).to(tl.float16).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["n"])
-def commit_now_kernel(buf, tokens, strides, plan, heads, n, L: tl.constexpr, T: tl.constexpr):
-    """Writes sinks and state; grid `(B * H,)`."""
-    bh = tl.program_id(0)
-    if L.sinks > 0:
-        slot, count = tl.load(plan + SLOT), tl.load(plan + COUNT)
-        base = tokens + (bh // heads).to(tl.int64) * strides[0]
-        base += (bh % heads).to(tl.int64) * strides[1]
-        stop = tl.minimum(slot + count, L.sinks)
-        for i in range(slot, stop, T):
-            at = i + tl.arange(0, T).to(tl.int64)
-            live = at < stop
-            x0, x1, x2, x3 = load4(base, at - slot, strides[2], live, L.chunks, L.pad)
-            out = buf.sinks + bh.to(tl.int64) * (L.sinks * L.dim)
-            store4(out, at, L.dim, live, x0, x1, x2, x3, L.chunks, L.pad)
-    if bh == 0:
-        length = tl.load(plan + NEW_LENGTH)
-        tl.store(buf.state, tl.load(plan + NEW_START))
-        tl.store(buf.state + 1, length)
-        tl.store(buf.state + 2, length)
-        tl.store(buf.state + 4, tl.load(plan + NEW_EXTENT))
 
 
 def _median_argument(spec, buffers, tokens, median):
@@ -256,7 +234,4 @@ def write_now(
         L=L, T=rows, AT_ONCE=at_once, HAS_POSITIONS=positions is not None,
         HAS_MEDIAN=median is not None, SINGLE=n == 1, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-    commit_now_kernel[(batch * heads,)](
-        buffers, tokens, strides, plan, heads, n, L=L, T=min(tile_slots(L), 16), num_warps=4
-    )
     return plan

@@ -90,6 +90,12 @@ class Pair:
         self.cache.reset()
         self.start()
 
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        self.length -= count
+        self.cache.crop(-count)
+        self.oracle.crop(-count)
+
     def call(self, count: int) -> float:
         """Both models on `count` new tokens; returns the relative error of the logits."""
         self.calls += 1

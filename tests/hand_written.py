@@ -31,15 +31,29 @@ def attend(query, keys, values, position, first=0, window=ROOM) -> Tensor:
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
 
+def split(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values `[B, heads, n, D]` out of `[B, n, all heads * D]`, as a model has them."""
+    sizes = [QUERY_HEADS * DIM, HEADS * DIM, HEADS * DIM]
+    parts = x.split(sizes, dim=-1)
+    return tuple(part.unflatten(-1, (-1, DIM)).transpose(1, 2) for part in parts)
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The inverse of `split`."""
+    return torch.cat([part.transpose(1, 2).flatten(2) for part in (query, key, value)], dim=-1)
+
+
 # -- growing: the caller keeps what it gets back ------------------------------------------------
-def concatenated(query, key, value, keys, values):
+def concatenated(x, keys, values):
     """transformers' DynamicCache."""
+    query, key, value = split(x)
     keys, values = torch.cat([keys, key], dim=-2), torch.cat([values, value], dim=-2)
     return attend(query, keys, values, keys.shape[2] - key.shape[2]), keys, values
 
 
-def nano(query, key, value, past):
+def nano(x, past):
     """nanoGPT with a cache: a tuple that is None at first, eager attention, a triangle as mask."""
+    query, key, value = split(x)
     if past is not None:
         key, value = torch.cat((past[0], key), dim=2), torch.cat((past[1], value), dim=2)
     present = (key, value)
@@ -52,32 +66,36 @@ def nano(query, key, value, past):
     return torch.softmax(scores, dim=-1) @ value, present
 
 
-def sliding(query, key, value, keys, values, position: int):
+def sliding(x, keys, values, position: int):
     """transformers' DynamicSlidingWindowLayer: WINDOW - 1 tokens are kept."""
+    query, key, value = split(x)
     first = position - keys.shape[2]
     keys, values = torch.cat([keys, key], dim=-2), torch.cat([values, value], dim=-2)
     out = attend(query, keys, values, position, first, WINDOW)
     return out, keys[:, :, -WINDOW + 1 :, :], values[:, :, -WINDOW + 1 :, :]
 
 
-def rolling(query, key, value, layer: StaticSlidingWindowLayer, position: int):
+def rolling(x, layer: StaticSlidingWindowLayer, position: int):
     """transformers' StaticSlidingWindowLayer itself: it fills up, then rolls."""
+    query, key, value = split(x)
     _, first = layer.get_mask_sizes(key.shape[2])
     keys, values = layer.update(key, value)
     return attend(query, keys, values, position, first, WINDOW)
 
 
 # -- buffers, by position -----------------------------------------------------------------------
-def index_copied(query, key, value, keys, values, position):
+def index_copied(x, keys, values, position):
     """transformers' StaticCache."""
+    query, key, value = split(x)
     slots = torch.arange(key.shape[2]) + position
     keys.index_copy_(2, slots, key)
     values.index_copy_(2, slots, value)
     return attend(query, keys, values, position)
 
 
-def sliced(query, key, value, keys, values, start: int):
+def sliced(x, keys, values, start: int):
     """A slice at an int position; attention reads the filled part."""
+    query, key, value = split(x)
     stop = start + key.shape[2]
     keys[:, :, start:stop] = key
     values[:, :, start:stop] = value
@@ -94,7 +112,8 @@ class GptFast(nn.Module):
         self.register_buffer("v_cache", torch.zeros(shape))
         self.register_buffer("causal_mask", torch.ones(ROOM, ROOM, dtype=torch.bool).tril())
 
-    def forward(self, query, key, value, input_pos):
+    def forward(self, x, input_pos):
+        query, key, value = split(x)
         mask = self.causal_mask[None, None, input_pos]
         self.k_cache[:, :, input_pos] = key
         self.v_cache[:, :, input_pos] = value
@@ -114,7 +133,8 @@ class TorchTune(nn.Module):
         self.register_buffer("v_cache", torch.zeros(shape), persistent=False)
         self.register_buffer("cache_pos", torch.arange(ROOM), persistent=False)
 
-    def forward(self, query, key, value, mask):
+    def forward(self, x, mask):
+        query, key, value = split(x)
         count = key.shape[2]
         k_out, v_out = self.k_cache, self.v_cache
         k_out[:, :, self.cache_pos[:count]] = key
@@ -169,7 +189,7 @@ class Loop:
         position = self.length if position is None else position
         query = self.tokens(QUERY_HEADS, count)
         key, value = self.tokens(HEADS, count, self.offset), self.tokens(HEADS, count)
-        actual = self.run(query, key.clone(), value.clone(), position)
+        actual = self.run(fused(query, key, value), position)
         keys, values = self.past.write(key, value, position)
         self.length = stop = position + count
         window = WINDOW if self.style in SLIDING else ROOM
@@ -177,31 +197,29 @@ class Loop:
         expected = attend(query, *seen, position, window=window)
         return error(actual, expected)
 
-    def run(self, query, key, value, position: int) -> Tensor:
+    def run(self, x, position: int) -> Tensor:
         if self.style == "cat":
-            out, self.keys, self.values = self.compiled(query, key, value, self.keys, self.values)
+            out, self.keys, self.values = self.compiled(x, self.keys, self.values)
             return out
         if self.style == "sliding":
-            out, self.keys, self.values = self.compiled(
-                query, key, value, self.keys, self.values, position
-            )
+            out, self.keys, self.values = self.compiled(x, self.keys, self.values, position)
             return out
         if self.style == "rolling":
-            return self.compiled(query, key, value, self.layer, position)
+            return self.compiled(x, self.layer, position)
         if self.style == "tuple":
-            out, self.tuple = self.compiled(query, key, value, self.tuple)
+            out, self.tuple = self.compiled(x, self.tuple)
             return out
         if self.style == "index_copy":
             place = torch.tensor(position)
-            return self.compiled(query, key, value, self.keys, self.values, place)
+            return self.compiled(x, self.keys, self.values, place)
         if self.style == "slice":
-            return self.compiled(query, key, value, self.keys, self.values, position)
-        slots = torch.arange(position, position + key.shape[2])
+            return self.compiled(x, self.keys, self.values, position)
+        slots = torch.arange(position, position + x.shape[1])
         if self.style == "gpt-fast":
-            return self.compiled(query, key, value, slots)
+            return self.compiled(x, slots)
         self.target.cache_pos.copy_(torch.arange(ROOM) + position)
         mask = torch.arange(ROOM)[None] <= slots[:, None]
-        return self.compiled(query, key, value, mask.expand(BATCH, -1, -1))
+        return self.compiled(x, mask.expand(BATCH, -1, -1))
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
@@ -219,7 +237,8 @@ class Loop:
         for tensor, stored in zip(self.caches, self.past.stored, strict=True):
             assert tensor.is_packed
             first = int(tensor.packed.buffers.state[0])
-            assert tensor.packed.packed_slots == stored.packed - first > 0
+            assert tensor.packed.packed_slots == max(stored.packed - first, 0)
+            assert stored.packed > 0
             actual = tensor.dequantize()
             expected = stored.values[:, :, first : first + actual.shape[2]].to(self.dtype)
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -10,6 +10,8 @@ from tests.compare import TYPICAL, Pair, cheap, error
 from tests.configs import CONFIGS
 from tests.oracle import Stored
 
+from hqmq_compile import HQMQConfig
+
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")
 __all__ = ["cheap"]
@@ -48,6 +50,94 @@ MODELS = [
 def test_models(name, attn, which, settings, kind):
     pair = Pair(name, kind, CONFIGS[which], attn=attn, **settings)
     check(session(pair))
+
+
+@pytest.mark.parametrize("kind, attn", [("static", "sdpa"), ("dynamic", "eager")])
+def test_left_padding(kind, attn):
+    """Three sequences of a batch, two of them padded: padding is masked in every call."""
+    pair = Pair("llama", kind, CONFIGS["16"], attn=attn, padding=(0, 5, 21))
+    check(pair.calls_of(37, 1, 1, 11, 1))
+    pair.check_packed()
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_chunked_prefill(kind):
+    """Chunks longer than the window and shorter ones, over a past that is packed more and more."""
+    pair = Pair("qwen3", kind, CONFIGS["8"])
+    check(pair.calls_of(20, 20, 20, 5, 20, 1))
+    pair.check_packed()
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_window_longer_than_the_text_is_exact(kind):
+    """Nothing is packed, and the model is the unquantized one with an ordinary cache."""
+    pair = Pair("gemma2", kind, HQMQConfig(window=64), sliding_window=24)
+    plain = pair.new_cache()
+    pair.oracle = plain
+    check(pair.calls_of(37, 1, 1, 11, 1))
+    assert not any(p.packed_slots for p in pair.packed)
+    assert any(layer.keys.shape[2] < 50 for layer in plain.layers)  # one slid
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_layers_with_a_config_of_their_own(kind):
+    """Layer 0 stays in 16 bits and its cache a plain tensor; layer 1 has other settings."""
+    changes = {0: None, 1: {"key": {"secondary": 42, "radius_bits": 3}, "sink_tokens": 0}}
+    pair = Pair("llama", kind, HQMQConfig(window=8, block=8, layers=changes))
+    check(pair.calls_of(37, 1, 1, 11, 1))
+    plain, packed = pair.cache.layers
+    assert type(plain.keys) is torch.Tensor and type(plain.values) is torch.Tensor
+    assert packed.keys.packed.spec.secondary == 42
+    assert packed.keys.packed.packed_slots > 0
+
+
+def test_static_cache_goes_back():
+    """A rejected draft (crop), a new prompt at slot 0 without reset, and on from there."""
+    pair = Pair("llama", "static", CONFIGS["16"], attn="eager")
+    errors = pair.calls_of(60, 1, 5)
+    pair.crop(4)  # within the window
+    errors += pair.calls_of(1, 5)
+    pair.crop(40)  # deep into packed blocks
+    errors += pair.calls_of(5, 1, 1)
+    pair.crop(pair.length)
+    errors += pair.calls_of(60, 1)
+    check(errors)
+    pair.check_packed()
+
+
+def test_dynamic_cache_is_cropped():
+    pair = Pair("llama", "dynamic", CONFIGS["16"])
+    errors = pair.calls_of(60, 1, 5)
+    pair.crop(4)
+    errors += pair.calls_of(5, 1)
+    pair.crop(40)
+    errors += pair.calls_of(5, 1, 1)
+    check(errors)
+    pair.check_packed()
+
+
+def test_batch_is_reordered_repeated_and_selected():
+    """What beam search and several return sequences do to a cache between two steps."""
+    pair = Pair("llama", "dynamic", CONFIGS["16"], batch=2)
+    errors = pair.calls_of(37, 1)
+    both = (pair.cache, pair.oracle)
+    for cache in both:
+        cache.batch_repeat_interleave(3)
+    pair.batch = 6
+    errors += pair.calls_of(1, 1)
+    for cache in both:
+        cache.reorder_cache(torch.tensor([5, 5, 0, 3, 1, 2]))
+    errors += pair.calls_of(1, 1)
+    for cache in both:
+        cache.batch_select_indices(torch.tensor([4, 0, 0]))
+    pair.batch = 3
+    errors += pair.calls_of(1, 11, 1)
+    check(errors)
+    pair.check_packed()
+
+
+def test_inference_mode():
+    check(session(Pair("llama", "static", CONFIGS["8"], inference=True)))
 
 
 def test_ties_are_decided_and_nothing_else(monkeypatch):

@@ -9,9 +9,12 @@ tensor looks at the same memory, because it would go on looking at the old conte
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..codec.spec import CacheSpec
+from . import write as _write
 from .cell import same_memory, shares_storage
 from .store import PackedKV
 from .tensor import OWN_ATTRIBUTES, HQMQTensor
@@ -81,18 +84,24 @@ def swap_out(tensor: HQMQTensor) -> None:
 
 
 def adopt(
-    tensor: torch.Tensor, spec: CacheSpec, written: int | None = None, *, growing: bool = False
+    tensor: torch.Tensor,
+    spec: CacheSpec,
+    written: int | None = None,
+    *,
+    growing: bool = False,
+    write: Callable = _write.write,
 ) -> None:
     """Quantise a plain cache tensor `[B, H, T, D]` in place.
 
     `written` is the length of the sequence in a static cache (None: all slots); `growing` marks the
-    tensor of a cache that is extended by concatenation. Raises as `swap_in`.
+    tensor of a cache that is extended by concatenation; `write` as in `PackedKV.from_dense`. Raises
+    as `swap_in`.
     """
     reason = exclusive(tensor)
     if reason is not None:  # before the work of quantising
         raise RuntimeError(f"hqmq: this cache tensor cannot be quantised in place: {reason}")
     with torch.inference_mode(False), torch.no_grad():
-        packed = PackedKV.from_dense(spec, tensor, written, growing=growing)
+        packed = PackedKV.from_dense(spec, tensor, written, growing=growing, write=write)
     swap_in(tensor, packed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..codec.spec import CacheSpec
@@ -77,11 +79,13 @@ class PackedKV:
         written: int | None = None,
         *,
         growing: bool = False,
+        write: Callable = _write.write,
     ) -> PackedKV:
         """Pack a dense cache `[B, H, T, D]` whose first `written` slots hold the sequence.
 
         Slots from `written` on (static caches) are packed too where they are not zero, so that
-        nothing of the user's tensor is lost.
+        nothing of the user's tensor is lost. `write` stores the sequence: the reference, or a kernel
+        of the same signature.
         """
         batch, heads, length, _ = dense.shape
         written = length if written is None else min(max(int(written), 0), length)
@@ -89,7 +93,7 @@ class PackedKV:
         if not growing and not dense.any():  # a fresh static cache: nothing of it is a sequence yet
             return store
         if written:
-            _write.write(spec, store.buffers, dense[:, :, :written], 0)
+            write(spec, store.buffers, dense[:, :, :written], 0)
         rest = dense[:, :, written:]
         if rest.numel() and bool((rest != 0).any()):
             _write.write_beyond(spec, store.buffers, dense, written)
