@@ -71,12 +71,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(DEMO_READY): pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing into $(VENV): torch, transformers and what the demo needs"
+	@echo "installing torch, transformers and what the demo needs into $(VENV): a minute or two"
 	$(INSTALL) --editable ".[demo]"
 	@touch $@
 
 $(DEV_READY): pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing into $(VENV): torch, transformers, triton, torchao and the test tools"
+	@echo "installing torch, transformers, triton, torchao, test tools into $(VENV): a minute or two"
 	$(INSTALL) --editable ".[dev]"
 	@touch $@ $(DEMO_READY)
 endif

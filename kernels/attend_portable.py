@@ -1,7 +1,7 @@
 """Decode attention over packed caches, in portable Triton: split-KV, then a reduction.
 
-A program takes one KV head, up to `ROWS` query rows (query tokens of its query heads), and a share of
-the tiles of slots. It unpacks a tile into registers and goes on as flash attention does, in float32.
+A program takes one KV head, up to `ROWS` query rows (query tokens of its query heads), and one in
+`splits` tiles of slots. It unpacks a tile into registers and goes on as flash attention, in float32.
 Block means stay out of the tile: the score of a mean is one dot product for a whole block.
 The reference is `hqmq_compile/cache/attend.py`; the fast kernel for Hopper is `attend.py`.
 """
@@ -81,8 +81,6 @@ def attend_kernel(
         seen = tl.minimum(seen, n)
     tile0 = base // T
     tiles = ((base + seen - 1) // T - tile0 + 1).to(tl.int32)
-    share = tl.cdiv(tiles, tl.num_programs(0))
-    begin = tl.program_id(0) * share
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -92,7 +90,8 @@ def attend_kernel(
     r = tl.arange(0, T)
     m_at = mask + b.to(tl.int64) * mask_batch
     m_offset = query_head.to(tl.int64) * mask_head + token.to(tl.int64) * mask_row
-    for i in range(begin, tl.minimum(begin + share, tiles)):
+    # One in `splits` tiles, so that what a mask leaves visible is shared evenly.
+    for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile = (tile0 + i) * T
         index = tile + r - base
         visible = in_rows[:, None] & ((index >= 0) & (index < seen))[None, :]

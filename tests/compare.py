@@ -87,7 +87,8 @@ class Pair:
 
     def reset(self) -> None:
         """`cache.reset()`, and a new sequence."""
-        self.cache.reset()
+        with self.context():
+            self.cache.reset()
         self.start()
 
     def crop(self, count: int) -> None:

@@ -20,6 +20,8 @@ from .buffers import (
 )
 from .read import dequantize, read_slots
 
+SPARE = 64  # a growing store gets 1/64 more room than it needs: one copy in that many blocks
+
 
 class _Head:
     """Shared by all stores over one set of buffers: which of them wrote last (copy on write)."""
@@ -238,7 +240,7 @@ class PackedKV:
             self.buffers, self._head, self._version = copy.buffers, copy._head, copy._version
         need = growing_blocks(self.spec, self.start % self.spec.block + self.length + count)
         if need > self.blocks:
-            self.reserve(need + max(need // 16, 2))
+            self.reserve(need + max(need // SPARE, 2))
 
     def reserve(self, blocks: int) -> None:
         """Make the capacity at least `blocks` blocks."""

@@ -13,9 +13,7 @@ from ..codec.codec import encode_blocks, first_mean
 from ..codec.spec import CacheSpec
 from .buffers import CAPPED, EXTENT, LENGTH, PACKED, PER_BLOCK, START, Buffers, allocate
 from .read import block_ids, read_slots
-from .write_now import encode_now
-
-AT_ONCE = 64  # blocks encoded together: bounds the float32 scratch of a long prefill
+from .write_now import encode_now, slots_at_once
 
 
 def write(
@@ -167,8 +165,9 @@ def _write_windowed(spec, buffers, tokens, slot, keep, state) -> None:
     # attention of a short call comes after its write, and sees the window of its oldest query.
     oldest = state[START] if tokens.shape[2] <= spec.window else start
     first = max(state[PACKED], oldest // spec.block * spec.block)
-    for a in range(first, packed, AT_ONCE * spec.block):
-        b = min(a + AT_ONCE * spec.block, packed)
+    step = slots_at_once(spec, buffers)
+    for a in range(first, packed, step):
+        b = min(a + step, packed)
         values = _content(spec, buffers, a, b, tokens, slot, state)
         _store_blocks(spec, buffers, a, values, state)
     newest = max(packed, slot)
@@ -229,7 +228,7 @@ def write_beyond(spec: CacheSpec, buffers: Buffers, dense: torch.Tensor, written
     state = buffers.state.tolist()
     length = dense.shape[2]
     if spec.window:
-        step = AT_ONCE * spec.block
+        step = slots_at_once(spec, buffers)
         for a in range(written // spec.block * spec.block, length, step):
             tail = dense[:, :, a : a + step]
             tail = torch.nn.functional.pad(tail, (0, 0, 0, -tail.shape[2] % spec.block))

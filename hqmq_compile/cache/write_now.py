@@ -11,6 +11,8 @@ from ..codec.spec import CHUNK, CacheSpec
 from .buffers import CAPPED, EXTENT, Buffers
 from .read import block_ids
 
+SCRATCH = 1 << 20  # elements encoded together: encoding needs some 50 bytes for each
+
 
 def encode_now(
     spec: CacheSpec,
@@ -25,12 +27,13 @@ def encode_now(
     Whole blocks go at once; a part of a block leaves the outliers of its other tokens where they are.
     """
     stop = slot + tokens.shape[2]
+    at_once = slots_at_once(spec, buffers)
     if spec.med3x and spec.med3x_scope == "batch" and median is None:
         median = _batch_median(spec, buffers, tokens)
     while slot < stop:
         offset = slot % spec.block
         if offset == 0 and stop - slot >= spec.block:
-            count = (stop - slot) // spec.block * spec.block
+            count = min((stop - slot) // spec.block * spec.block, at_once)
             put = _put_blocks
         else:
             count = min(spec.block - offset, stop - slot)
@@ -40,6 +43,12 @@ def encode_now(
         tokens, slot = tokens[:, :, count:], slot + count
         median = median if _rows(median, 1) is median else median[:, :, count:]
     state[EXTENT] = max(state[EXTENT], stop)
+
+
+def slots_at_once(spec: CacheSpec, buffers: Buffers) -> int:
+    """Slots to encode together, in whole blocks, so that scratch does not grow with the prefill."""
+    batch, heads = buffers.codes.shape[:2]
+    return max(SCRATCH // (batch * heads * spec.block * spec.head_dim), 1) * spec.block
 
 
 def _rows(median: torch.Tensor | None, count: int) -> torch.Tensor | None:
