@@ -46,7 +46,9 @@ def why_not(device: torch.device, spec: CacheSpec) -> str | None:
         return "Triton is not installed"
     if device.type == "cpu" and not interpreted:
         return "Triton was imported without TRITON_INTERPRET=1, so it cannot run on the CPU"
-    if device.type == "cuda" and torch.version.hip is None:
+    if torch.version.hip is not None:
+        return "ROCm is not supported"
+    if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             return f"GPUs of compute capability {major}.{minor} are too old (8.0 is needed)"

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -85,14 +83,6 @@ def run(gm: GraphModule, config: HQMQConfig, *, analyze_only: bool = False) -> R
         for b in rewritten.bindings
     ]
     return Result(original, infos, matches, rewritten, starts, seconds)
-
-
-def uuid(config: HQMQConfig) -> str:
-    """Hash of the sources of all passes and of the config: a key for anything cached downstream."""
-    digest = hashlib.sha256(config.to_json().encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _copy(module: GraphModule) -> GraphModule:

@@ -270,7 +270,7 @@ class OracleCache(Cache):
         layers = []
         for number, like in enumerate(DynamicCache(config=model_config).layers):
             window = like.sliding_window if like.is_sliding else 0
-            layers.append(OracleLayer(Past(config, number), room, window))
+            layers.append(OracleLayer(Past(config, number, max(room, 512)), room, window))
         super().__init__(layers=layers)
 
     def rewind(self, position: int) -> None:

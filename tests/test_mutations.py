@@ -56,6 +56,10 @@ def variants(monkeypatch):
 def prepared(name: str, kind: str, config: HQMQConfig, **settings) -> Pair:
     """A pair after a prefill and a step, with packed tokens."""
     pair = Pair(name, kind, config, **settings)
+    for model in (pair.model, pair.twin):
+        for parameter, weight in model.named_parameters():
+            if parameter.endswith("sinks"):
+                weight.data += 2  # else a text of 60 tokens outweighs them
     errors = pair.calls_of(60, 1, 1)
     assert max(errors) <= TYPICAL
     pair.check_packed()
@@ -185,7 +189,7 @@ WRONG_GRAPHS = {
 @pytest.mark.parametrize("name", WRONG_GRAPHS)
 def test_wrong_graphs(variants, name):
     config = HQMQConfig(window=16, block=16)
-    pair = prepared(name, "static", config)
+    pair = prepared(name, "static", config, room=1024)  # many empty slots behind the mask
     errors = {}
     for what, spoil in WRONG_GRAPHS[name].items():
         variants.spoil = spoil

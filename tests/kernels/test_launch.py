@@ -1,5 +1,7 @@
 """What the entry points refuse, and with which words."""
 
+import sys
+
 import pytest
 import torch
 
@@ -27,6 +29,16 @@ def test_why_not_names_the_reason(changes, words, device):
     assert words in launch.why_not(torch.device(device), spec)
     with pytest.raises(NotImplementedError, match=words):
         launch._check_spec(torch.device(device), spec)
+
+
+def test_why_not_without_triton(monkeypatch):
+    for name in ("triton", "triton.runtime.interpreter"):
+        monkeypatch.setitem(sys.modules, name, None)
+    launch._interpreted.cache_clear()
+    launch.why_not.cache_clear()
+    assert "not installed" in launch.why_not(torch.device("cuda"), small("value"))
+    launch._interpreted.cache_clear()
+    launch.why_not.cache_clear()
 
 
 def test_why_not_knows_other_devices():

@@ -164,6 +164,11 @@ def test_analysis_alone_rewrites_nothing():
     assert set(result.seconds) == {"normalize", "find_attention", "find_caches"}
 
 
-def test_uuid_depends_on_the_config():
-    first, second = HQMQConfig(), HQMQConfig(window=128)
-    assert pipeline.uuid(first) == pipeline.uuid(HQMQConfig()) != pipeline.uuid(second)
+def test_two_configs_make_two_graphs():
+    """Inductor's caches see the config: it is an argument of the op."""
+    texts = []
+    for config in (HQMQConfig(block=16, window=16), HQMQConfig(block=16, window=32)):
+        module = capture(in_place, config=config).rewritten.module
+        (node,) = module.graph.find_nodes(op="call_function", target=WRITE_ATTEND)
+        texts.append([a for a in node.args if isinstance(a, str)])
+    assert texts[0] != texts[1]
