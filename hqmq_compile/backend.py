@@ -57,7 +57,7 @@ def hqmq(
     report = record(GraphReport.of(result), example_inputs)
     for entry in report.attentions:
         if not entry.rewritten and entry.is_cache:
-            _warn_once(f"hqmq: not rewritten: {entry.source}: {entry.reason}")
+            _warn_once(f"hqmq: not rewritten: {entry.source or entry.cache}: {entry.reason}")
     if result.rewritten is None:
         return _plain(gm, example_inputs, inductor, "no attention with a KV cache")
     rewritten = result.rewritten

@@ -25,6 +25,8 @@ KIND_NAMES = {
     9: "read only",
     10: "latent (MLA)",
 }
+# Reasons of attentions that have no cache to pack: nothing that a user need be warned of.
+_NO_CACHE = ("no cache: ", "constants of the graph")
 
 
 @dataclasses.dataclass
@@ -38,7 +40,7 @@ class AttentionReport:
         cache: name of the cache kind ("growing", ...), or "" when there is none.
         rewritten: whether it reads and writes a packed cache.
         reason: why not; "" when rewritten.
-        is_cache: whether a cache is involved at all.
+        is_cache: False for an attention over this call's tokens alone, or over constants.
     """
 
     source: str
@@ -75,7 +77,7 @@ class GraphReport:
                     cache=KIND_NAMES.get(match.kind, ""),
                     rewritten=match.reason is None,
                     reason=match.reason or "",
-                    is_cache=match.kind is not None or write is not None,
+                    is_cache=not any(text in (match.reason or "") for text in _NO_CACHE),
                 )
             )
         return cls(entries, dict(result.seconds))
