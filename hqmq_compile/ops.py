@@ -68,13 +68,14 @@ def _log_once(message: str) -> None:
     log.warning(message)
 
 
-def _use_triton(kernel: str, device: torch.device, spec: CacheSpec) -> bool:
+def _use_triton(kernel: str, device: torch.device, *specs: CacheSpec) -> bool:
     """Whether the Triton kernels serve this call; says once why not where a GPU would like them."""
     if kernel == "torch" or (kernel == "auto" and device.type == "cpu"):
         return False
     from .kernels import launch
 
-    reason = launch.why_not(device, spec)
+    reasons = (launch.why_not(device, spec) for spec in specs)
+    reason = next((r for r in reasons if r), None)
     if reason:
         _log_once(f"hqmq: falling back to the plain torch ops: {reason}")
     return reason is None
@@ -97,7 +98,7 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
     key_median, value_median, exact, key_spec, value_spec, kernel = rest[2 * FIELDS + 7 :]
     key_spec, value_spec = CacheSpec.parse(key_spec), CacheSpec.parse(value_spec)
     options = {"scale": scale, "mask": mask, "causal": causal, "softcap": softcap, "sinks": sinks}
-    if _use_triton(kernel, query.device, key_spec):
+    if _use_triton(kernel, query.device, key_spec, value_spec):
         from .kernels import launch
 
         return launch.write_attend(
@@ -172,7 +173,7 @@ def _attend_op(query, *rest):
     ]
     key_spec, value_spec = CacheSpec.parse(key_spec), CacheSpec.parse(value_spec)
     options = {"scale": scale, "mask": mask, "causal": causal, "softcap": softcap, "sinks": sinks}
-    if _use_triton(kernel, query.device, key_spec):
+    if _use_triton(kernel, query.device, key_spec, value_spec):
         from .kernels import launch
 
         return launch.attend(

@@ -71,6 +71,8 @@ def _unsupported(spec: CacheSpec) -> str | None:
             return 'outliers="int8x4" need a window'
     elif spec.med3x and spec.med3x_scope == "batch":
         return 'med3x_scope="batch" with a window is not in the kernels'
+    elif spec.center == "first":
+        return 'center="first" with a window is not in the kernels'
     return None
 
 
@@ -236,8 +238,8 @@ def write(
         keep, limit, median: as in `cache.write.write`.
 
     Raises:
-        IndexError: slots outside the user's tensor, as far as the host can know. What only the
-            device knows to be outside is not written.
+        IndexError: not one position per token, or slots outside the user's tensor as far as the
+            host can know. What only the device knows to be outside is not written.
     """
     _check_spec(tokens.device, spec)
     _write(spec, buffers, tokens, positions, start, keep, limit, median)
@@ -251,11 +253,10 @@ def _write(spec, buffers, tokens, positions, start, keep, limit, median) -> torc
     _check_buffers(spec, buffers)
     _check_tokens(spec, buffers, tokens)
     n = tokens.shape[2]
-    if positions is not None and (positions.numel() != n or positions.device != tokens.device):
-        raise ValueError(
-            f"{n} tokens on {tokens.device} need {n} positions there, got "
-            f"{tuple(positions.shape)} on {positions.device}"
-        )
+    if positions is not None and positions.numel() != n:
+        raise IndexError(f"hqmq: {n} tokens were written at {positions.numel()} positions")
+    if positions is not None and positions.device != tokens.device:
+        raise ValueError(f"positions on {positions.device}, but tokens on {tokens.device}")
     if positions is None and (start < 0 or (limit and start + n > limit)):
         raise IndexError(
             f"hqmq: slots {start}..{start + n - 1} are outside a cache of {limit} slots;"

@@ -17,7 +17,7 @@ import torch
 
 from ..codec.spec import CacheSpec
 
-# Indices into `state`.
+# Indices into `state`. The last one is scratch of the kernels: 0 between launches.
 START, PACKED, LENGTH, CAPPED, EXTENT = range(5)
 STATE_SIZE = 8
 

@@ -155,6 +155,8 @@ def rewind(spec: CacheSpec, buffers: Buffers, slot: int, state: list[int]) -> No
 
 
 def _write_windowed(spec, buffers, tokens, slot, keep, state) -> None:
+    if spec.center == "first" and state[LENGTH] == 0:
+        buffers.means.copy_(first_mean(tokens))
     if slot < state[PACKED]:
         rewind(spec, buffers, slot, state)
     length = max(state[LENGTH], slot + tokens.shape[2])

@@ -219,6 +219,16 @@ def test_reserve_keeps_the_content(start):
     assert torch.equal(store.dequantize(), before)
 
 
+def test_first_mean_is_frozen_by_the_first_write():
+    spec = KEY.replace(center="first")
+    x = data(100)
+    store = PackedKV.empty(spec, 2, 3, 0, growing=True)
+    for part in x.split([40, 60], dim=2):
+        store = append(store, part)
+    want = fake_quantize(spec, x[:, :, :80], mean=first_mean(x[:, :, :40]).float())
+    assert torch.equal(store.dequantize()[:, :, 2:80], want[:, :, 2:])
+
+
 def test_immediate_mode_encodes_each_token():
     x = data(75, NOW)
     store = PackedKV.empty(NOW, 2, 3, 0, growing=True)

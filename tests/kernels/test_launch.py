@@ -54,7 +54,7 @@ def test_write_rejects_invalid_shapes(device):
         launch.write(spec, buffers, tokens[:, :1])
     with pytest.raises(ValueError, match="do not fit"):
         launch.write(spec, buffers, tokens[..., :32])
-    with pytest.raises(ValueError, match="3 positions"):
+    with pytest.raises(IndexError, match="3 tokens were written at 2"):
         launch.write(spec, buffers, tokens, torch.arange(2, device=device))
     with pytest.raises(ValueError, match="not of the spec"):
         launch.write(small("odd-dim"), buffers, tokens)
