@@ -64,6 +64,33 @@ def check_number(config: Any, name: str, low: float, high: float = math.inf) -> 
         _fail(config, name, "it must be finite (to switch Med3x off, set med3x to None)")
 
 
+def check_layers(layers: Any, allowed: tuple[str, ...]) -> dict[int, dict[str, Any] | None]:
+    """Exceptions with whole-number keys (JSON has strings) and nothing but JSON types inside."""
+    if not isinstance(layers, Mapping):
+        raise ValueError(f"HQMQConfig.layers is {layers!r}: give a dict of layer index to fields")
+    result: dict[int, dict[str, Any] | None] = {}
+    for layer, changes in layers.items():
+        if not str(layer).isdecimal():
+            raise ValueError(f"HQMQConfig.layers has the key {layer!r}: give a layer index from 0")
+        if changes is not None and not isinstance(changes, Mapping):
+            raise ValueError(
+                f"HQMQConfig.layers[{layer}] is {changes!r}: give None or a dict of fields"
+            )
+        for name in changes or {}:
+            if name not in allowed:
+                guess = close_match(name, allowed)
+                raise ValueError(
+                    f"HQMQConfig.layers[{layer}] sets {name!r}{guess}; "
+                    f"a layer can set {', '.join(allowed)}"
+                )
+        plain = {
+            name: fields_of(value) if dataclasses.is_dataclass(value) else value
+            for name, value in (changes or {}).items()
+        }
+        result[int(layer)] = None if changes is None else plain
+    return dict(sorted(result.items()))
+
+
 def encode(value: Any) -> Any:
     """JSON types, as torchao's `config_to_dict` writes them."""
     if isinstance(value, enum.Enum):

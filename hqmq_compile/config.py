@@ -22,6 +22,7 @@ from hqmq_compile._fields import (
     check_boolean,
     check_choice,
     check_integer,
+    check_layers,
     check_number,
     close_match,
     encode,
@@ -30,6 +31,7 @@ from hqmq_compile._fields import (
 )
 from hqmq_compile.codec.codebook import UNIVERSAL_SIZES
 from hqmq_compile.codec.spec import CHUNK, CacheSpec
+from hqmq_compile.presets import PRESETS
 
 CACHE_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -189,7 +191,7 @@ class HQMQConfig:
         object.__setattr__(self, "kernel", HQMQKernelPreference(self.kernel))
         for role in ("key", "value"):
             self._check_word(role)
-        object.__setattr__(self, "layers", _layers(self.layers))
+        object.__setattr__(self, "layers", check_layers(self.layers, _LAYER_FIELDS))
         for layer in self.layers:
             try:
                 self.for_layer(layer)
@@ -312,14 +314,14 @@ class HQMQConfig:
         "4bit" (the default), "3bit" and "5bit" by stored bits; "paper" is the paper's recipe with
         S = 96 and 4 radius bits, and "s24_r3" to "s192_r6" are its other published sizes.
         """
-        if not isinstance(name, str) or name not in _PRESETS:
-            raise ValueError(f"no preset {name!r}{close_match(name, _PRESETS)}: {listed(_PRESETS)}")
-        return build(cls, {**_PRESETS[name], **changes})
+        if not isinstance(name, str) or name not in PRESETS:
+            raise ValueError(f"no preset {name!r}{close_match(name, PRESETS)}: {listed(PRESETS)}")
+        return build(cls, {**PRESETS[name], **changes})
 
     @staticmethod
     def presets() -> tuple[str, ...]:
         """Names that `preset` takes."""
-        return tuple(_PRESETS)
+        return tuple(PRESETS)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> HQMQConfig:
@@ -380,70 +382,4 @@ class HQMQConfig:
         return cls.from_dict(data)
 
 
-# -- presets -------------------------------------------------------------------------------------
-def _paper(secondary: int, radius_bits: int) -> dict[str, Any]:
-    """arXiv 2605.27646: nothing but the code, Med3x on keys and values, quantized on write."""
-    codec = CodecConfig(
-        secondary=secondary,
-        radius_bits=radius_bits,
-        codebook="haar",
-        scale="float16",
-        least_squares=False,
-        zero_level=True,
-    )
-    # The paper stores any number of outliers; a quarter of the chunks is room that real keys
-    # (5 to 10 % outliers at multiplier 3) do not fill.
-    outliers = Med3xConfig(
-        scope="batch", roles=("key", "value"), outliers="16bit", flag="bit", pool=0.25
-    )
-    return {
-        "key": codec,
-        "value": codec,
-        "med3x": outliers,
-        "center": "none",
-        "sink_tokens": 0,
-        "window": 0,
-        "prefill": "stored",
-    }
-
-
-_PRESETS: dict[str, dict[str, Any]] = {
-    "4bit": {},
-    "3bit": {
-        "key": CodecConfig(secondary=42, radius_bits=3),
-        "value": CodecConfig(secondary=10, radius_bits=3),
-    },
-    "5bit": {"value": CodecConfig()},
-    "paper": _paper(96, 4),
-    **{f"s{s}_r{b}": _paper(s, b) for s, b in ((24, 3), (48, 4), (96, 4), (192, 4), (96, 6))},
-    "s192_r6": _paper(192, 6),
-}
-
 _LAYER_FIELDS = ("key", "value", "med3x", "center", "rotate", "sink_tokens", "window", "block")
-
-
-def _layers(layers: Any) -> dict[int, dict[str, Any] | None]:
-    """Exceptions with whole-number keys (JSON has strings) and nothing but JSON types inside."""
-    if not isinstance(layers, Mapping):
-        raise ValueError(f"HQMQConfig.layers is {layers!r}: give a dict of layer index to fields")
-    result: dict[int, dict[str, Any] | None] = {}
-    for layer, changes in layers.items():
-        if not str(layer).isdecimal():
-            raise ValueError(f"HQMQConfig.layers has the key {layer!r}: give a layer index from 0")
-        if changes is not None and not isinstance(changes, Mapping):
-            raise ValueError(
-                f"HQMQConfig.layers[{layer}] is {changes!r}: give None or a dict of fields"
-            )
-        for name in changes or {}:
-            if name not in _LAYER_FIELDS:
-                guess = close_match(name, _LAYER_FIELDS)
-                raise ValueError(
-                    f"HQMQConfig.layers[{layer}] sets {name!r}{guess}; "
-                    f"a layer can set {', '.join(_LAYER_FIELDS)}"
-                )
-        plain = {
-            name: fields_of(value) if dataclasses.is_dataclass(value) else value
-            for name, value in (changes or {}).items()
-        }
-        result[int(layer)] = None if changes is None else plain
-    return dict(sorted(result.items()))

@@ -114,10 +114,10 @@ class CompiledGraph:
         torch.ops.hqmq.write(tokens, None, start, 0, 0, *buffers, None, str(spec), self.kernel)
 
     def _check_pairs(self, stores: list[PackedKV]) -> None:
-        """Dynamo gives the lengths of growing keys and values a symbol each: they must agree."""
+        """Dynamo gives the lengths of keys and values a symbol each: they must agree."""
         for i in range(0, len(stores), 2):
             key, value = stores[i : i + 2]
-            if key.growing and (key.length, key.start) != (value.length, value.start):
+            if (key.length, key.start) != (value.length, value.start):
                 source = self.rewritten.bindings[i].source
                 raise NotAdoptable(
                     f"{source}: {key.length} cached keys but {value.length} cached values"

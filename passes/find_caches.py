@@ -126,8 +126,8 @@ def _mismatch(writes: Writes, pair: _Pair) -> str | None:
         return f"keys are a cache of kind {key.kind}, values of kind {value.kind}"
     if (key.past is None) != (value.past is None):
         return "only one of keys and values has a past"
-    # Keys and values that grow have a symbol each for their length: equal by construction.
-    equal = nodes.may_equal if key.kind == kinds.GROWING else nodes.same
+    # Keys and values have a symbol each for a length that changes: the caller compares them.
+    equal = nodes.may_equal if key.kind == kinds.GROWING else _agree
     if not _equal(key.keep, value.keep, equal):
         return "keys and values keep different windows"
     if (key.positions is None) != (value.positions is None):
@@ -145,6 +145,13 @@ def _mismatch(writes: Writes, pair: _Pair) -> str | None:
     if not counted(shape(key.tokens)[SEQ], shape(value.tokens)[SEQ]):
         return "different numbers of keys and values are written"
     return None
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Equal, or two symbols that may be."""
+    return nodes.same(a, b) or (
+        not any(isinstance(x, int) for x in (a, b)) and nodes.may_equal(a, b)
+    )
 
 
 def _equal(a: Scalar | None, b: Scalar | None, equal: Callable[[Any, Any], bool]) -> bool:

@@ -66,13 +66,17 @@ def shapes(spec: CacheSpec, batch, heads, blocks) -> list[tuple[tuple, torch.dty
 
 
 def allocate(spec: CacheSpec, batch, heads, blocks, device) -> Buffers:
-    """An empty store. Zeros everywhere is the empty state: scale code 0 marks an unwritten slot."""
-    return Buffers(
-        *(
-            torch.zeros(shape, dtype=dtype, device=device)
-            for shape, dtype in shapes(spec, batch, heads, blocks)
+    """An empty store. Zeros everywhere is the empty state: scale code 0 marks an unwritten slot.
+
+    Never inference tensors: a cache made in inference mode may be written outside it.
+    """
+    with torch.inference_mode(False):
+        return Buffers(
+            *(
+                torch.zeros(shape, dtype=dtype, device=device)
+                for shape, dtype in shapes(spec, batch, heads, blocks)
+            )
         )
-    )
 
 
 def static_blocks(spec: CacheSpec, slots):

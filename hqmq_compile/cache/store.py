@@ -182,7 +182,8 @@ class PackedKV:
     def _map_batch(self, function) -> PackedKV:
         """A store over copies of the buffers; what a newer branch wrote into them is undone."""
         self._state()  # raises if slots of this branch are gone
-        copies = Buffers(*(function(t) for t in self.buffers[:-1]), self.buffers.state.clone())
+        with torch.inference_mode(False), torch.no_grad():
+            copies = Buffers(*(function(t) for t in self.buffers[:-1]), self.buffers.state.clone())
         if self.growing and self._version != self._head.version:
             _write.crop_to(self.spec, copies, self.start, self.start + self.length)
         return self._like(copies)
