@@ -17,12 +17,14 @@ counts only as far as the allocator keeps it (`malloc_trim` is called before eve
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,8 @@ PROMISED = {4096: 0.32, 32768: 0.29}
 def settle() -> int:
     """Resident bytes of this process once everything that is free was returned."""
     gc.collect()
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: freed memory may count as used
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):  # not glibc: freed memory may count as used
-        pass
     return _status("VmRSS")
 
 
@@ -89,6 +89,25 @@ def storages() -> dict[int, int]:
         storage = torch._C.TensorBase.untyped_storage(item)
         found[storage._cdata] = storage.nbytes()
     return found
+
+
+@contextlib.contextmanager
+def watched_adoption() -> Iterator[list[int]]:
+    """Resident bytes after each cache tensor that is packed in place meanwhile."""
+    from hqmq_compile import runtime
+
+    readings: list[int] = []
+    adopt = runtime.adopt
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        adopt(*args, **kwargs)
+        readings.append(settle())
+
+    runtime.adopt = watched
+    try:
+        yield readings
+    finally:
+        runtime.adopt = adopt
 
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -146,7 +165,8 @@ def adoption(kind: str, context: int, preset: str, layers: int) -> dict[str, Any
     filled = settle() - base
     filled_storages = _sum_new(storages(), known)
     reset_peak()
-    session(token)
+    with watched_adoption() as readings:
+        session(token)
     worst = peak() - base
     one_step = settle() - base
     for _ in range(2):
@@ -159,29 +179,29 @@ def adoption(kind: str, context: int, preset: str, layers: int) -> dict[str, Any
         "filled": filled,
         "filled_storages": filled_storages,
         "peak": worst,
+        "while_adopting": [reading - base for reading in readings],
         "one_step": one_step,
         "after": after,
         "after_storages": after_storages,
         "reported": sum(t.stored_bytes for t in tensors),
         "bits": 8 * after_storages / sum(t.numel() for t in tensors),
         "packed_slots": min(t.packed.packed_slots for t in tensors),
-        "layer_bytes": max(t.stored_bytes for t in tensors),
     }
 
 
 def prefill(
-    kind: str, context: int, preset: str, layers: int, chunk: int, backend: str
+    kind: str, context: int, preset: str, layers: int, chunk: int, backend: str, steps: int = 2
 ) -> dict[str, Any]:
-    """Compiled prefill of `context` tokens, `chunk` a call (0: all at once), then two steps."""
+    """Compiled prefill of `context` tokens, `chunk` a call (0: all at once), then `steps` steps."""
     model = random_llama(layers, heads=4, kv_heads=4, head_dim=128)
     options = {"preset": preset} if backend == "hqmq" else None
     session = Session(model, backend, kind, context + 8, options=options)
-    ids = torch.randint(1024, (1, context + 2), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1024, (1, context + steps), generator=torch.Generator().manual_seed(0))
 
     def run() -> None:
         for piece in ids[:, :context].split(chunk or context, dim=1):
             session(piece)
-        for i in range(2):
+        for i in range(steps):
             session(ids[:, context + i : context + i + 1])
 
     run()
@@ -192,7 +212,7 @@ def prefill(
     worst = peak() - base
     after = settle() - base
     result = {
-        "dense_bytes": dense_bytes(model, context + (8 if kind == "static" else 2)),
+        "dense_bytes": dense_bytes(model, context + (8 if kind == "static" else steps)),
         "peak": worst,
         "after": after,
         "after_storages": _sum_new(storages(), known),

@@ -249,6 +249,10 @@ def main(arguments: list[str] | None = None) -> None:
     title = f"hqmq {options.preset}" if hqmq else options.backend
     columns = (TextColumn("{task.description:>24}"), BarColumn(), "{task.completed:.0f} tokens")
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        if not console.is_terminal:  # where no bar can move, say at least what takes its time
+            console.print(
+                "generating twice, then following the first text; compiling takes minutes"
+            )
         if options.baseline == "inductor":
             model.forward = torch.compile(forward)
         plain = generate(model, ids, options.tokens, options.cache, options.baseline, progress)

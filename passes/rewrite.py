@@ -127,14 +127,18 @@ class _Rewriter:
 
     # -- inputs ----------------------------------------------------------------------------------
     def placeholder(self, name: str, value: Any, source) -> Node:
-        with self.graph.inserting_after(self.last_placeholder):
+        # The number of blocks, where there is one, comes before all buffers.
+        first = not isinstance(value, torch.Tensor)
+        after = self.placeholders[-1] if first else self.last_placeholder
+        with self.graph.inserting_after(after):
             node = self.graph.placeholder(name)
         node.meta["val"] = value
         node._dynamo_source = source
         if isinstance(value, torch.Tensor):
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-        self.last_placeholder = node
-        self.extra_inputs.append(value)
+        if after is self.last_placeholder:
+            self.last_placeholder = node
+        self.extra_inputs.insert(0 if first else len(self.extra_inputs), value)
         return node
 
     def block_count(self, hint: int) -> torch.SymInt:

@@ -1,0 +1,60 @@
+"""A few sessions under inductor itself; the other tests run the rewritten graphs uncompiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.compare import TYPICAL, Pair
+from tests.configs import CONFIGS
+from tests.hand_written import Loop
+from torch._dynamo.utils import counters
+
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "name, kind, which, settings",
+    [
+        ("llama", "static", "8", {}),
+        ("llama", "dynamic", "haar", {"num_hidden_layers": 1}),
+        ("gemma3", "static", "16", {"sliding_window": 24}),
+        ("gpt-oss", "dynamic", "immediate", {"sliding_window": 24, "num_hidden_layers": 1}),
+    ],
+)
+def test_session(name, kind, which, settings):
+    if name == "gpt-oss":
+        settings = settings | {"layer_types": ["full_attention"]}
+    counters.clear()
+    pair = Pair(name, kind, CONFIGS[which], **settings)
+    errors = pair.calls_of(37, 1, 1, 1, 11, 1, 1)
+    pair.check_packed()
+    pair.reset()
+    errors += pair.calls_of(37, 1, 1)
+    assert max(errors) <= TYPICAL, errors
+    # Static: prefill, step, second prompt. Dynamic: one more step, whose length is a symbol.
+    assert counters["stats"]["unique_graphs"] <= {"static": 3, "dynamic": 5}[kind]
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode):
+    loop = Loop("gpt-fast", CONFIGS["16"])
+    backend = torch._dynamo.lookup_backend("hqmq")
+    target = loop.target
+
+    def configured(gm, inputs, **kwargs):
+        return backend(gm, inputs, mode=mode, options={"config": CONFIGS["16"]})
+
+    loop.compiled = torch.compile(target, backend=configured)
+    assert max(loop(37), loop(1), loop(1)) <= TYPICAL
+    loop.check_stored()
+
+
+@pytest.mark.parametrize("style", ["cat", "slice"])
+def test_no_copy_of_the_cache(style):
+    """Inductor updates the packed buffers in place: their memory is the same after each step."""
+    loop = Loop(style, CONFIGS["16"])
+    assert max(loop(37), loop(1), loop(1)) <= TYPICAL
+    before = [b.data_ptr() for t in loop.caches for b in t.packed.buffers]
+    assert max(loop(1), loop(1)) <= TYPICAL
+    assert [b.data_ptr() for t in loop.caches for b in t.packed.buffers] == before
