@@ -6,14 +6,14 @@ import gc
 
 import pytest
 import torch
-from tests.compare import Pair, cheap
-from tests.configs import CONFIGS
-from tests.hand_written import BATCH, DIM, HEADS, ROOM, index_copied
-from tests.models.tiny import cache_keyword, prompt, tiny
 from transformers import DynamicCache, StaticCache
 
 import hqmq_compile
 from hqmq_compile import HQMQConfig, HQMQTensor
+from tests.compare import Pair, cheap
+from tests.configs import CONFIGS
+from tests.hand_written import BATCH, DIM, HEADS, ROOM, index_copied
+from tests.models.tiny import cache_keyword, prompt, tiny
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")
 __all__ = ["cheap"]
@@ -41,8 +41,10 @@ def test_live_model():
     assert {id(t) for t in report.caches} == {id(t) for t in tensors}
     assert report.stored_bytes == sum(t.stored_bytes for t in tensors)
     assert report.logical_bytes == sum(t.numel() * 4 for t in tensors)
-    assert report.bits_per_element == pytest.approx(8 * report.stored_bytes * 4 / report.logical_bytes)
-    pair.cache = pair.oracle = tensors = t = None
+    assert report.bits_per_element == pytest.approx(
+        8 * report.stored_bytes * 4 / report.logical_bytes
+    )
+    pair.cache = pair.oracle = tensors = None
     gc.collect()  # Dynamo leaves cycles
     assert hqmq_compile.explain(pair.model).caches == [], "the report keeps caches alive"
 
@@ -64,7 +66,10 @@ def test_call_leaves_the_caches_alone():
     """With arguments: a dry run on copies. A dynamic cache does not grow, a static one stays plain."""
     model = tiny("llama")
     key = cache_keyword(model)
-    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
+    for cache in (
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=64),
+    ):
         with torch.no_grad():
             model(prompt(9), **{key: cache})
         before = [layer.keys.clone() for layer in cache.layers]

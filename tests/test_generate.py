@@ -7,15 +7,15 @@ import logging
 
 import pytest
 import torch
-from tests.compare import cheap
-from tests.configs import CONFIGS
-from tests.models.tiny import cache_keyword, prompt, tiny
-from tests.oracle import OracleCache
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hqmq_compile
 from hqmq_compile import HQMQConfig, HQMQTensor
 from hqmq_compile.backend import hqmq
+from tests.compare import cheap
+from tests.configs import CONFIGS
+from tests.models.tiny import cache_keyword, prompt, tiny
+from tests.oracle import OracleCache
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")
 __all__ = ["cheap"]
@@ -202,7 +202,10 @@ def test_mode_and_options_are_forwarded(monkeypatch):
     x = torch.randn(4)
     for options, patches in (
         ({}, None),
-        ({"mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True, "coordinate_descent_tuning": True}),
+        (
+            {"mode": "max-autotune-no-cudagraphs"},
+            {"max_autotune": True, "coordinate_descent_tuning": True},
+        ),
         ({"mode": "reduce-overhead"}, {"triton.cudagraphs": True}),
         ({"options": {"preset": "3bit", "max_autotune": True}}, {"max_autotune": True}),
         ({"options": {"epilogue_fusion": False}}, {"epilogue_fusion": False}),

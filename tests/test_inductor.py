@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+
 from tests.compare import TYPICAL, Pair
 from tests.configs import CONFIGS
 from tests.hand_written import Loop
-from torch._dynamo.utils import counters
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.slow]
 

@@ -10,11 +10,11 @@ import copy
 
 import pytest
 import torch
-from tests.compare import TOLERANCE, TYPICAL, Pair
-from tests.configs import ROOMY
 
 import hqmq_compile.backend
 from hqmq_compile import HQMQConfig
+from tests.compare import TOLERANCE, TYPICAL, Pair
+from tests.configs import ROOMY
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WRONG = 10 * TOLERANCE

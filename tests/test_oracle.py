@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hqmq_compile import HQMQConfig
 from tests import oracle
 from tests.compare import TYPICAL, Pair, cheap, error
 from tests.configs import CONFIGS
 from tests.oracle import Stored
-
-from hqmq_compile import HQMQConfig
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")

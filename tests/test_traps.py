@@ -8,15 +8,15 @@ import pickle
 
 import pytest
 import torch
-from tests.compare import TYPICAL, Pair, cheap, error
-from tests.configs import CONFIGS
-from tests.hand_written import BATCH, DIM, HEADS, ROOM, Loop, attend, split
-from tests.models.tiny import cache_keyword, prompt, tiny
 from transformers import DynamicCache, StaticCache
 
 import hqmq_compile
 from hqmq_compile import HQMQConfig, HQMQTensor
 from hqmq_compile.backend import hqmq
+from tests.compare import TYPICAL, Pair, cheap, error
+from tests.configs import CONFIGS
+from tests.hand_written import BATCH, DIM, HEADS, ROOM, Loop, attend, split
+from tests.models.tiny import cache_keyword, prompt, tiny
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap", "warnings")
 __all__ = ["cheap"]
@@ -237,7 +237,14 @@ def test_branches_of_a_conversation():
     steps = ((0, 1), (1, 1), (0, 1))
     errors = [branches[i](count) for i, count in steps]
     errors.append(trunk(1))
-    errors += [branches[0](40), branches[1](25), trunk(20), branches[0](1), branches[1](1), trunk(1)]
+    errors += [
+        branches[0](40),
+        branches[1](25),
+        trunk(20),
+        branches[0](1),
+        branches[1](1),
+        trunk(1),
+    ]
     assert max(errors) <= TYPICAL
     for loop in (*branches, trunk):
         loop.check_stored()
