@@ -14,7 +14,6 @@ from tests.oracle import OracleCache
 
 TOLERANCE = 1e-3  # what the project promises, relative, in float32
 TYPICAL = 2e-5  # what is measured: 1e-7 to 2e-6
-WRONG = 1e-2  # what a wrong cache must exceed
 MOST_TIES = 40  # of some thousand tokens; one mean that is rounded otherwise makes a block of them
 
 

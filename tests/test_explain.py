@@ -92,6 +92,24 @@ def test_call_leaves_packed_caches_packed():
     assert pair.call(1) < 1e-5
 
 
+def test_cache_unpacked_for_another_graph():
+    """Attention weights are asked for once: that call is exact, reported, and the next one packs."""
+    pair = Pair("llama", "dynamic", CONFIGS["16"], attn="eager")
+    pair.calls_of(37, 1)
+    ids, more = prompt(1), {"output_attentions": True}
+    with torch.no_grad():
+        actual = pair.model(ids, **{pair.keyword: pair.cache}, **more)
+        expected = pair.twin(ids, **{pair.keyword: pair.oracle}, **more)
+    for mine, theirs in zip(actual.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    report = hqmq_compile.explain(pair.model)
+    assert not report.complete and report.caches == [] and "caches:" not in str(report)
+    assert any("attention weights are read" in a.reason for a in report.attentions)
+    pair.length += 1
+    assert pair.call(1) < 0.2  # what was unpacked is packed a second time
+    assert len(hqmq_compile.explain(pair.model).caches) == 4
+
+
 def test_function_and_its_arguments():
     keys, values = torch.zeros(BATCH, HEADS, ROOM, DIM), torch.zeros(BATCH, HEADS, ROOM, DIM)
     x = torch.randn(BATCH, 1, 8 * DIM)

@@ -11,7 +11,7 @@ from ..codec.spec import CHUNK, CacheSpec
 from .buffers import CAPPED, EXTENT, Buffers
 from .read import block_ids
 
-SCRATCH = 1 << 20  # elements encoded together: encoding needs some 50 bytes for each
+SCRATCH = 1 << 18  # elements encoded together: encoding needs some 50 bytes for each
 
 
 def encode_now(

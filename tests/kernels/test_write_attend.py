@@ -31,6 +31,8 @@ def run(
     expected = [empty(s, 1, heads, SLOTS) for s in specs]
     got = [copy_to(b, device) for b in expected]
     options = {"scale": 0.02, "causal": False, "softcap": 0.0, "sinks": None} | options
+    sinks = options["sinks"]
+    moved = options | {"sinks": sinks if sinks is None else sinks.to(device)}
     past = 0
     for i, count in enumerate(calls):
         key = random_tokens(key_spec, 1, heads, count, i)
@@ -53,7 +55,7 @@ def run(
         out = launch.write_attend(
             query.to(device), key.to(device), value.to(device),
             None if positions is None else positions.to(device), start, keep, 0,
-            *got, 0, length, None, None, exact, *specs, mask=mask.to(device), **options,
+            *got, 0, length, None, None, exact, *specs, mask=mask.to(device), **moved,
         )  # fmt: skip
         tolerance = TOLERANCE[device]
         torch.testing.assert_close(out.cpu(), op, rtol=tolerance, atol=tolerance)
