@@ -103,7 +103,8 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
 
         return launch.write_attend(
             query, key, value, positions, start, keep, limit, key_buffers, value_buffers,
-            first, length, key_median, value_median, exact, key_spec, value_spec, **options,
+            first, length, key_median, value_median, exact, key_spec, value_spec,
+            fast=kernel != "triton", **options,
         )  # fmt: skip
 
     def store() -> None:
@@ -177,8 +178,9 @@ def _attend_op(query, *rest):
         from .kernels import launch
 
         return launch.attend(
-            query, key_spec, key_buffers, value_spec, value_buffers, first, length, **options
-        )
+            query, key_spec, key_buffers, value_spec, value_buffers, first, length,
+            fast=kernel != "triton", **options,
+        )  # fmt: skip
     origin = int(key_buffers.state[START])
     return _attend.attend(
         query, key_spec, key_buffers, value_spec, value_buffers, origin + first, length, **options

@@ -160,13 +160,15 @@ def attend(
     causal: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    fast: bool = True,
 ) -> torch.Tensor:
     """Attention of `query` `[B, Hq, n, D]` over logical slots first..first+length-1 as stored.
 
-    As `cache.attend.attend`, with logical slots: START is read on the device. Returns
-    `[B, Hq, n, Dv]` in the dtype of `query`.
+    As `cache.attend.attend`, with logical slots: START is read on the device. `fast` takes the Gluon
+    kernel where it serves the call. Returns `[B, Hq, n, Dv]` in the dtype of `query`.
     """
     options = {"scale": scale, "mask": mask, "causal": causal, "softcap": softcap, "sinks": sinks}
+    options["fast"] = fast
     _check(query, key_spec, key_buffers, value_spec, value_buffers)
     return _attend(
         query, key_spec, key_buffers, value_spec, value_buffers, first, length,
@@ -199,10 +201,22 @@ def _attend(
     from . import attend_portable, prefill, read
 
     n = query.shape[2]
+    options = dict(options)
+    fast = options.pop("fast", True)
     if length == 0 or not query.numel():
         return query.new_zeros(*query.shape[:3], value_spec.head_dim)
     options = options | {"mask": _mask4(options["mask"], query, length)}
     fresh = {"origin": origin, "positions": positions, "start": start}
+    if fast and n == 1 and tokens is None and query.is_cuda:
+        from . import attend as gluon
+
+        if (
+            gluon.why_not(key_spec, value_spec, query, n, query.shape[1] // key.codes.shape[1])
+            is None
+        ):
+            return gluon.attend(
+                query, key_spec, key, value_spec, value, first, length, origin=origin, **options
+            )
     if n <= FEW_QUERIES:
         return attend_portable.attend(
             query, key_spec, key, value_spec, value, first, length,
@@ -292,6 +306,7 @@ def write_attend(
     causal: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    fast: bool = True,
 ) -> torch.Tensor:
     """Write keys and values, and attend over logical slots first..first+length-1.
 
@@ -300,6 +315,7 @@ def write_attend(
     """
     _check(query, key_spec, key_buffers, value_spec, value_buffers)
     options = {"scale": scale, "mask": mask, "causal": causal, "softcap": softcap, "sinks": sinks}
+    options["fast"] = fast
     caches = (key_spec, key_buffers, value_spec, value_buffers)
     n = key.shape[2]
     fresh = exact and n > min(key_spec.window, value_spec.window)
@@ -361,4 +377,5 @@ def _attend_fresh(query, key, value, length, options) -> torch.Tensor:
     if mask is not None:
         mask = mask[..., : key.shape[2]]
     key, value = key.to(query.dtype), value.to(query.dtype)
-    return prefill.attend_dense(query, key, value, **options | {"mask": mask})
+    options = {k: v for k, v in options.items() if k != "fast"} | {"mask": mask}
+    return prefill.attend_dense(query, key, value, **options)
