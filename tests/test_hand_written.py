@@ -9,7 +9,7 @@ import torch
 
 from tests.compare import TYPICAL, cheap
 from tests.configs import CONFIGS
-from tests.hand_written import GROWING, ROOM, SLIDING, STYLES, Loop
+from tests.hand_written import GROWING, HEADS, QUERY_HEADS, ROOM, SLIDING, STYLES, Loop, fused
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "cheap")
 __all__ = ["cheap"]
@@ -26,6 +26,25 @@ def test_every_config(which, style):
     # 37 and 40 exceed every window, 11 some of them; 40 comes on top of a packed past.
     check([loop(count) for count in (37, 1, 1, 1, 11, 1, 40, 1)])
     loop.check_stored()
+
+
+@pytest.mark.parametrize("style", ["cat", "index_copy"])
+def test_chunks_of_a_prefill(style):
+    """Over a past that is packed more and more; and what is stored does not depend on the chunks."""
+    stored = []
+    for chunks in ((61,), (20, 20, 16, 5), (7, 30, 1, 1, 22)):
+        loop = Loop(style, CONFIGS["8"])
+        tokens = [loop.tokens(HEADS, 61) for _ in range(2)]
+        with torch.no_grad():
+            for count in chunks:
+                first, last = loop.length, loop.length + count
+                parts = (t[:, :, first:last] for t in tokens)
+                loop.run(fused(loop.tokens(QUERY_HEADS, count), *parts), first)
+                loop.length = last
+        stored.append([t.dequantize()[:, :, :61] for t in loop.caches])
+    for other in stored[1:]:
+        for mine, theirs in zip(stored[0], other, strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -61,7 +61,7 @@ CASES = {
 @pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("case", CASES)
 def test_attend_matches_formula(case, n, tile, monkeypatch):
-    monkeypatch.setattr(attention, "TILE", tile)
+    monkeypatch.setattr(attention, "TILE", tile * 2 * HEADS * 32)
     options = dict(CASES[case])
     key, value = stores()
     query = torch.randn(2, HEADS * GROUP, n, 32)
@@ -119,7 +119,7 @@ def test_rows_that_see_nothing(minimum):
 
 
 def test_hidden_tiles_are_not_read(monkeypatch):
-    monkeypatch.setattr(attention, "TILE", 16)
+    monkeypatch.setattr(attention, "TILE", 16 * 2 * HEADS * 32)
     key, value = stores()
     read, original = [], attention.read_slots
 

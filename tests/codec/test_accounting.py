@@ -33,9 +33,9 @@ def test_first_mean_is_stored_once():
 
 def test_pool_counts_whole():
     spec = CacheSpec("key", 64, med3x=3.0)
-    assert packed_bits(spec).outliers == (96 * 32 + 2 * 8) / 4096
+    assert packed_bits(spec).outliers == (128 * 32 + 2 * 8) / 4096
     wide = dataclasses.replace(spec, outliers="16bit", outlier_flag="bit")
-    assert packed_bits(wide).outliers == 96 * 64 / 4096
+    assert packed_bits(wide).outliers == 128 * 64 / 4096
     assert packed_bits(wide).codes == 17 / 4
 
 
