@@ -20,7 +20,7 @@ pytestmark = [
 
 MIB = 1 << 20
 # What packing may need besides the caches, whatever their size: see SCRATCH in cache/write_now.py.
-SCRATCH = 96 * MIB
+SCRATCH = 32 * MIB
 
 
 def check_adoption(kind: str, context: int, layers: int) -> None:
@@ -55,7 +55,7 @@ def test_adopted_cache_32k(kind):
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_compiled_prefill_never_holds_a_dense_cache(kind):
-    settings = dict(kind=kind, context=4096, layers=16, chunk=0, steps=0)
+    settings = dict(kind=kind, context=4096, layers=12, chunk=0, steps=0)
     found = memory.isolated("prefill", preset="4bit", backend="hqmq", **settings)
     dense = found["dense_bytes"]
     assert found["packed_slots"] >= 4096 - 128
