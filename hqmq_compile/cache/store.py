@@ -92,12 +92,12 @@ class PackedKV:
         batch, heads, length, _ = dense.shape
         written = length if written is None else min(max(int(written), 0), length)
         store = cls.empty(spec, batch, heads, length, growing=growing, device=dense.device)
-        if not growing and not dense.any():  # a fresh static cache: nothing of it is a sequence yet
+        if not growing and not _any(dense):  # a fresh static cache: nothing of it is a sequence yet
             return store
         if written:
             write(spec, store.buffers, dense[:, :, :written], 0)
         rest = dense[:, :, written:]
-        if rest.numel() and bool((rest != 0).any()):
+        if _any(rest):
             _write.write_beyond(spec, store.buffers, dense, written)
         return store
 
@@ -273,3 +273,8 @@ class PackedKV:
             f"PackedKV(shape={tuple(self.shape)}, dtype={self.spec.dtype}, device={self.device},"
             f" {self.bits_per_element:.2f} bits an element)"
         )
+
+
+def _any(dense: torch.Tensor) -> bool:
+    """Whether any element is not zero; slots at a time, so that no mask of the whole is made."""
+    return any(bool(part.any()) for part in dense.split(1024, dim=2) if part.numel())

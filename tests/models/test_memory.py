@@ -36,8 +36,8 @@ def check_adoption(kind: str, context: int, layers: int) -> None:
     assert found["one_step"] <= promised * dense + MIB, found
     # What the caches say of themselves is what the process holds.
     assert found["reported"] == pytest.approx(found["after_storages"], rel=0.01)
-    # Every tensor is released before the next one is packed.
-    assert found["peak"] <= found["filled"] + SCRATCH, found
+    # Every tensor is released before the next one is packed: one packed tensor is the extra.
+    assert found["peak"] <= found["filled"] + promised * dense / (2 * layers) + SCRATCH, found
     after_each = found["while_adopting"]
     assert len(after_each) == 2 * layers
     assert all(b < a for a, b in zip([found["filled"], *after_each], after_each, strict=False))
