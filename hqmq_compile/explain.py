@@ -107,7 +107,7 @@ class Report:
         found: dict[int, torch.Tensor] = {}
         for ref in (ref for graph in self.graphs for ref in graph.live):
             tensor = ref()
-            if tensor is None or not tensor.is_packed:
+            if tensor is None or not getattr(tensor, "is_packed", False):  # or unpacked since
                 continue
             place = tensor.packed.buffers.codes.data_ptr()
             if place not in found or tensor.shape[2] >= found[place].shape[2]:
