@@ -6,6 +6,7 @@ its cache.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -19,6 +20,11 @@ pytestmark = [
 ]
 
 MIB = 1 << 20
+# Minutes on two cores: in CI on demand, as the tests of the larger models.
+minutes = pytest.mark.skipif(
+    bool(os.environ.get("CI")) and not os.environ.get("HQMQ_ALL_MODELS"),
+    reason="takes minutes: set HQMQ_ALL_MODELS=1 to run it in CI",
+)
 # What packing may need besides the caches, whatever their size: see SCRATCH in cache/write_now.py.
 SCRATCH = 32 * MIB
 
@@ -48,11 +54,13 @@ def test_adopted_cache_4k(kind):
     check_adoption(kind, 4096, layers=2)
 
 
+@minutes
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_adopted_cache_32k(kind):
     check_adoption(kind, 32768, layers=1)
 
 
+@minutes
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_compiled_prefill_never_holds_a_dense_cache(kind):
     settings = dict(kind=kind, context=4096, layers=12, chunk=0, steps=0)
