@@ -112,3 +112,34 @@ def test_any_order_of_writes(which):
             torch.testing.assert_close(
                 tensor.dequantize(), stored.values, rtol=0, atol=0, msg=str(history)
             )
+
+
+@pytest.mark.parametrize("which", ["8", "16", "long block", "immediate", "3bit"])
+def test_any_order_of_appends_and_crops(which):
+    """A growing cache that is cut, continued, copied and continued again."""
+    compiled = None
+    for seed in range(8):
+        choose = random.Random(seed)
+        loop = Loop("cat", CONFIGS[which], compiled)
+        compiled = loop.compiled
+        loop.generator.manual_seed(seed)
+        history, errors = [], []
+        for _ in range(9):
+            if loop.length > 1 and choose.random() < 0.4:
+                cut = choose.choice((1, 2, choose.randrange(1, loop.length)))
+                cut = min(cut, loop.length - 1)
+                loop.keys, loop.values = (t[..., :-cut, :] for t in loop.caches)
+                loop.length -= cut
+                for stored in loop.past.stored:
+                    stored.crop(loop.length)
+                history.append(-cut)
+                continue
+            count = min(choose.choice((1, 1, 2, 9, 33)), ROOM - loop.length)
+            history.append(count)
+            errors.append(loop(count))
+        assert max(errors) <= TYPICAL, f"{history} {[f'{e:.0e}' for e in errors]}"
+        for tensor, stored in zip(loop.caches, loop.past.stored, strict=True):
+            expected = stored.values[:, :, : loop.length]
+            torch.testing.assert_close(
+                tensor.dequantize(), expected, rtol=0, atol=0, msg=str(history)
+            )
