@@ -24,6 +24,7 @@ os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
+LOAD = os.getloadavg()[0]  # before we add to it
 T = TypeVar("T")
 
 
@@ -36,7 +37,8 @@ def machine() -> dict[str, str]:
         "commit": _commit(),
         "cpu": f"{_cpu()}, {os.cpu_count()} logical cores, {torch.get_num_threads()} torch threads,"
         f" {memory:.0f} GiB",
-        "load": f"{os.getloadavg()[0]:.1f} at the end (minute average)",
+        "load": f"{LOAD:.1f} before, {os.getloadavg()[0]:.1f} after (minute averages)"
+        + (", **the machine was busy**: not figures to quote" if LOAD > 0.6 else ""),
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "versions": ", ".join(_versions("torch", "transformers", "triton")),
     }

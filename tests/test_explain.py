@@ -102,6 +102,7 @@ def test_cache_unpacked_for_another_graph():
         expected = pair.twin(ids, **{pair.keyword: pair.oracle}, **more)
     for mine, theirs in zip(actual.attentions, expected.attentions, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    gc.collect()  # Dynamo keeps what it traced, the packed tensors of the step before, in cycles
     report = hqmq_compile.explain(pair.model)
     assert not report.complete and report.caches == [] and "caches:" not in str(report)
     assert any("attention weights are read" in a.reason for a in report.attentions)
