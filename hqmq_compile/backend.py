@@ -50,14 +50,19 @@ def hqmq(
     try:
         result = pipeline.run(gm, config)
     except Exception as error:
-        log.warning("hqmq: cannot analyse this graph, compiling it unchanged: %r", error)
+        problem = f"analysis failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        log.warning("hqmq: cannot analyse this graph, compiling it unchanged: %s", problem)
         log.debug("hqmq: traceback", exc_info=True)
-        record(GraphReport.unavailable(f"analysis failed: {error!r}"), example_inputs)
-        return _plain(gm, example_inputs, inductor, f"analysis failed: {error!r}")
+        record(GraphReport.unavailable(problem), example_inputs)
+        return _plain(gm, example_inputs, inductor, problem)
     report = record(GraphReport.of(result), example_inputs)
     for entry in report.attentions:
         if not entry.rewritten and entry.is_cache:
             _warn_once(f"hqmq: not rewritten: {entry.source or entry.cache}: {entry.reason}")
+        elif entry.dense:
+            _warn_once(
+                f"hqmq: packed, but read dense: {entry.source or entry.cache}: {entry.dense}"
+            )
     if result.rewritten is None:
         return _plain(gm, example_inputs, inductor, "no attention with a KV cache")
     rewritten = result.rewritten

@@ -40,6 +40,8 @@ class AttentionReport:
         cache: name of the cache kind ("growing", ...), or "" when there is none.
         rewritten: whether it reads and writes a packed cache.
         reason: why not; "" when rewritten.
+        dense: why attention reads a dense copy, made in each call, of the caches that are kept packed;
+            "" where it reads packed bits.
         is_cache: False for an attention over this call's tokens alone, or over constants.
     """
 
@@ -50,6 +52,7 @@ class AttentionReport:
     rewritten: bool
     reason: str
     is_cache: bool
+    dense: str = ""
 
 
 @dataclasses.dataclass
@@ -78,6 +81,7 @@ class GraphReport:
                     rewritten=match.reason is None,
                     reason=match.reason or "",
                     is_cache=not any(text in (match.reason or "") for text in _NO_CACHE),
+                    dense=match.dense,
                 )
             )
         return cls(entries, dict(result.seconds))
@@ -166,7 +170,8 @@ def _table(entries: list[AttentionReport]) -> list[str]:
     head = ("source", "attention", "cache", "decision")
     rows, counts = [], []
     for e in entries:
-        row = (e.source, e.form or "-", e.cache or "-", "packed" if e.rewritten else e.reason)
+        decision = f"packed, read dense: {e.dense}" if e.dense else "packed"
+        row = (e.source, e.form or "-", e.cache or "-", decision if e.rewritten else e.reason)
         if rows and rows[-1] == row:  # the same line of a model's code, once per layer
             counts[-1] += 1
         else:

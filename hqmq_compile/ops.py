@@ -40,8 +40,13 @@ SCHEMAS = {
     # logical slots first..first+length-1, counted before the write.
     "write_attend": f"(Tensor query, Tensor key, Tensor value, {_SLOTS}, "
     f"{_buffer_args('key_', 'a', True)}, {_buffer_args('value_', 'b', True)}, {_ATTEND}, "
-    "Tensor? key_median, Tensor? value_median, bool exact, str key_spec, str value_spec, str kernel)"
-    " -> Tensor",
+    "Tensor? key_median, Tensor? value_median, bool exact, str key_spec, str value_spec, str kernel,"
+    # Of several attentions over one cache each is one call, in their order; it is written once.
+    " bool first_reader=True, bool last_reader=True) -> Tensor",
+    # The write, then logical slots first..first+length-1 (counted before it) as a dense tensor: for
+    # attention that no kernel here can do.
+    "write_read": f"(Tensor tokens, {_SLOTS}, {_buffer_args('', 'a', True)}, SymInt first, SymInt length,"
+    " Tensor? median, bool exact, str spec, str kernel) -> Tensor",
     "write": f"(Tensor tokens, {_SLOTS}, {_buffer_args('', 'a', True)}, Tensor? median, str spec,"
     " str kernel) -> ()",
     "append": f"(Tensor tokens, SymInt keep, {_buffer_args('', 'a', True)}, Tensor? median, str spec,"
@@ -95,7 +100,8 @@ def _consecutive(positions: torch.Tensor | None, start: int, count: int) -> int 
 def _write_attend(query, key, value, positions, start, keep, limit, *rest):
     key_buffers, value_buffers = Buffers(*rest[:FIELDS]), Buffers(*rest[FIELDS : 2 * FIELDS])
     mask, sinks, first, length, scale, causal, softcap = rest[2 * FIELDS : 2 * FIELDS + 7]
-    key_median, value_median, exact, key_spec, value_spec, kernel = rest[2 * FIELDS + 7 :]
+    key_median, value_median, exact, key_spec, value_spec, kernel, *turn = rest[2 * FIELDS + 7 :]
+    opens, closes = [*turn, True, True][:2]  # trailing defaults are not passed
     key_spec, value_spec = CacheSpec.parse(key_spec), CacheSpec.parse(value_spec)
     options = {"scale": scale, "mask": mask, "causal": causal, "softcap": softcap, "sinks": sinks}
     if _use_triton(kernel, query.device, key_spec, value_spec):
@@ -104,7 +110,7 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
         return launch.write_attend(
             query, key, value, positions, start, keep, limit, key_buffers, value_buffers,
             first, length, key_median, value_median, exact, key_spec, value_spec,
-            fast=kernel != "triton", **options,
+            opens=opens, closes=closes, fast=kernel != "triton", **options,
         )  # fmt: skip
 
     def store() -> None:
@@ -117,6 +123,9 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
     origin = int(key_buffers.state[START])
     slot = _consecutive(positions, start, key.shape[2])
     long = key.shape[2] > min(key_spec.window, value_spec.window)
+    ahead = exact and long and slot is not None or long and keep > 0
+    if keep and not ahead and not opens:  # an earlier reader's write moved the window
+        origin -= max(0, start + key.shape[2] - keep)
     fresh, seen = None, (key_buffers, value_buffers)
     if exact and long and slot is not None:
         fresh = _attend.Fresh(key, value, origin + slot)
@@ -128,14 +137,40 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
                 (value_spec, value_buffers, value),
             )
         )
-    else:
+    elif opens:
         store()
     out = _attend.attend(
         query, key_spec, seen[0], value_spec, seen[1], origin + first, length,
         fresh=fresh, **options,
     )  # fmt: skip
-    if long and (fresh is not None or keep):
+    if ahead and closes:
         store()
+    return out
+
+
+@_implement("write_read")
+def _write_read(tokens, positions, start, keep, limit, *rest):
+    buffers, (first, length, median, exact, spec, kernel) = Buffers(*rest[:FIELDS]), rest[FIELDS:]
+    spec, count = CacheSpec.parse(spec), tokens.shape[2]
+    if _use_triton(kernel, tokens.device, spec):
+        from .kernels import launch
+
+        return launch.write_read(
+            spec, buffers, tokens, positions, start, keep, limit, first, length, median, exact
+        )
+    slot = _consecutive(positions, start, count)
+    place = (spec, buffers, tokens, positions, start, keep, limit, median)
+    begin = int(buffers.state[START]) + first
+    if exact and count > spec.window and slot is not None:
+        out = _dequantize(spec, buffers, length, start=begin)
+        a, b = max(slot - first, 0), min(slot - first + count, length)
+        out[:, :, a:b] = tokens[:, :, a + first - slot : b + first - slot]
+    elif count > spec.window and keep:  # the call reads stored slots that its own write evicts
+        out = _dequantize(spec, _write.extended(spec, buffers, tokens, slot), length, start=begin)
+    else:
+        _write_reference(*place)
+        return _dequantize(spec, buffers, length, start=begin)
+    _write_reference(*place)
     return out
 
 
@@ -196,6 +231,12 @@ def _dequantize_op(*args):
 @torch.library.register_fake("hqmq::write_attend", lib=_library)
 def _(query, key, value, *rest):
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@torch.library.register_fake("hqmq::write_read", lib=_library)
+def _(tokens, *rest):
+    length = rest[4 + FIELDS + 1]
+    return tokens.new_empty((*tokens.shape[:2], length, tokens.shape[3]))
 
 
 @torch.library.register_fake("hqmq::attend", lib=_library)

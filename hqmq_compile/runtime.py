@@ -57,8 +57,7 @@ class CompiledGraph:
         except NotAdoptable as reason:
             return self._run_original(args, str(reason))
         inputs = [args[i] for i in self.rewritten.kept_args]
-        if self.rewritten.blocks is not None:
-            inputs.append(self._common_blocks(stores))
+        inputs.extend(self._common_blocks(stores, symbol) for symbol in self.rewritten.blocks)
         for store in stores:
             inputs.extend(store.buffers)
         results = self.compiled(*inputs)
@@ -73,7 +72,7 @@ class CompiledGraph:
             )
         else:
             store = self._store_of(index, binding, args)
-        if binding.growing:
+        if binding.growing or binding.read_only:  # room, and a branch of its own
             (count,) = self.sizes(args, binding.count)
             store.prepare_append(count)
         return store
@@ -82,7 +81,7 @@ class CompiledGraph:
         tensor = args[binding.arg]
         if isinstance(tensor, HQMQTensor):
             # A graph writes behind the back of a packed slice, too: both must be alone.
-            if not tensor.repack(writes=not binding.growing):
+            if not tensor.repack(writes=not (binding.growing or binding.read_only)):
                 raise NotAdoptable(f"{binding.source}: a view or a slice of it is alive")
             store = tensor.packed
             if store.spec == binding.spec:
@@ -102,6 +101,9 @@ class CompiledGraph:
         reason = exclusive(tensor)
         if reason is not None:
             raise NotAdoptable(f"{binding.source}: {reason}")
+        if binding.read_only:
+            adopt(tensor, binding.spec, None, growing=True, write=self._write)
+            return tensor.packed
         start = self.result.starts[index]
         if start is None:
             raise NotAdoptable(f"{binding.source}: the slots written depend on more than integers")
@@ -115,20 +117,19 @@ class CompiledGraph:
 
     def _check_pairs(self, stores: list[PackedKV]) -> None:
         """Dynamo gives the lengths of keys and values a symbol each: they must agree."""
-        for i in range(0, len(stores), 2):
-            key, value = stores[i : i + 2]
+        for value, binding in zip(stores, self.rewritten.bindings, strict=True):
+            if binding.keys is None:
+                continue
+            key = stores[binding.keys]
             if (key.length, key.start) != (value.length, value.start):
-                source = self.rewritten.bindings[i].source
                 raise NotAdoptable(
-                    f"{source}: {key.length} cached keys but {value.length} cached values"
+                    f"{binding.source}: {key.length} cached keys but {value.length} cached values"
                 )
 
-    def _common_blocks(self, stores: list[PackedKV]) -> int:
-        """Give all stores of changing capacity the same number of blocks: one size symbol."""
+    def _common_blocks(self, stores: list[PackedKV], symbol: torch.SymInt) -> int:
+        """Give all stores whose capacity is `symbol` the same number of blocks."""
         changing = [
-            s
-            for s, b in zip(stores, self.rewritten.bindings, strict=True)
-            if isinstance(b.blocks, torch.SymInt)
+            s for s, b in zip(stores, self.rewritten.bindings, strict=True) if b.blocks is symbol
         ]
         blocks = max(s.blocks for s in changing)
         for store in changing:
@@ -143,7 +144,9 @@ class CompiledGraph:
         ]
         live = []
         for binding, store in zip(self.rewritten.bindings, stores, strict=True):
-            if binding.growing:
+            if binding.read_only:
+                tensor = args[binding.arg]
+            elif binding.growing:
                 count, keep = self.sizes(args, binding.count, binding.keep)
                 tensor = HQMQTensor(store.appended(count, keep))
             elif binding.arg is None:

@@ -307,11 +307,14 @@ def write_attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     fast: bool = True,
+    opens: bool = True,
+    closes: bool = True,
 ) -> torch.Tensor:
     """Write keys and values, and attend over logical slots first..first+length-1.
 
     Slots are counted before the write. With `exact`, attention sees the tokens of this call as they
-    came; where all of them are still in the window afterwards, that is so anyway.
+    came; where all of them are still in the window afterwards, that is so anyway. Of several readers
+    of one cache, the first `opens` and the last `closes`: one of these two writes.
     """
     _check(query, key_spec, key_buffers, value_spec, value_buffers)
     options = {"scale": scale, "mask": mask, "causal": causal, "softcap": softcap, "sinks": sinks}
@@ -343,12 +346,59 @@ def write_attend(
             query, key_spec, seen[0], value_spec, seen[1], first, length, key_buffers.state,
             None, None, 0, options,
         )  # fmt: skip
-    plan = _write(key_spec, key_buffers, key, positions, start, keep, limit, key_median)
-    _write(value_spec, value_buffers, value, positions, start, keep, limit, value_median)
+    plan = None
+    if closes if out is not None else opens:
+        plan = _write(key_spec, key_buffers, key, positions, start, keep, limit, key_median)
+        _write(value_spec, value_buffers, value, positions, start, keep, limit, value_median)
     if out is not None:
         return out
     origin = key_buffers.state if plan is None else plan
+    if keep and not opens:  # an earlier reader's write moved the window
+        origin = origin[:1] - max(0, start + n - keep)
     return _attend(query, *caches, first, length, origin, None, None, 0, options)
+
+
+def write_read(
+    spec: CacheSpec,
+    buffers: Buffers,
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+    start: int,
+    keep: int,
+    limit: int,
+    first: int,
+    length: int,
+    median: torch.Tensor | None,
+    exact: bool,
+) -> torch.Tensor:
+    """Write `tokens`, and return logical slots first..first+length-1 dense `[B, H, length, D]`.
+
+    As `write_attend` for a cache whose reader is no attention of ours: slots are counted before the
+    write, and with `exact` the tokens of a call longer than the window are read as they came.
+    """
+    from . import read
+
+    n = tokens.shape[2]
+    out = tokens.new_empty(*tokens.shape[:2], length, spec.head_dim)
+    place = (positions, start, keep, limit, median)
+    if exact and n > spec.window:
+        _check_spec(tokens.device, spec)
+        _check_tokens(spec, buffers, tokens)
+        read.dequantize(
+            spec, buffers, first, length, out, origin=buffers.state, tokens=tokens,
+            positions=positions, start=start,
+        )  # fmt: skip
+        _write(spec, buffers, tokens, *place)
+    elif keep and n > max(spec.window, 1):
+        seen = _extended(spec, buffers, tokens, positions, start, keep)
+        read.dequantize(spec, seen, first, length, out, origin=buffers.state)
+        _write(spec, buffers, tokens, *place)
+    else:
+        _check_spec(tokens.device, spec)
+        plan = _write(spec, buffers, tokens, *place)
+        origin = buffers.state if plan is None else plan
+        read.dequantize(spec, buffers, first, length, out, origin=origin)
+    return out
 
 
 def _extended(spec, buffers, tokens, positions, start, keep) -> Buffers:

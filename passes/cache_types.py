@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from torch.fx import Node
 
 from . import nodes
-from .graph_types import CacheWrite
+from .graph_types import READ_ONLY, CacheWrite
 from .nodes import same, shape
 
+ARGUMENT = re.compile(r"(L\['\w+'\])?")
 SEQ = 2  # the slots' dim of [B, Hkv, len, D]
 
 
@@ -71,3 +73,18 @@ def refuse_parameter(base: Node) -> None:
     """A learned prefix is no cache, however it is used."""
     if "._parameters[" in base.meta.get("hqmq_source", ""):
         raise NoCache("a parameter stands in the place of the cache", None, base)
+
+
+def read_only_cache(base: Node, scalars: Any) -> Cache:
+    """A cache that this graph only reads: of cross-attention, or of keys that a graph before wrote.
+
+    Tensors that are arguments by themselves are not taken: they may be anything of the caller's.
+    """
+    source = base.meta.get("hqmq_source", "")
+    if not base.meta.get("hqmq_packed") and ARGUMENT.fullmatch(source):
+        raise NoCache("the cache is not written in this graph", READ_ONLY, base)
+    length = scalars.make(shape(base)[SEQ])
+    if length is None:
+        raise NoCache("its length is known on the device only", READ_ONLY, base)
+    write = CacheWrite(READ_ONLY, READ_ONLY, base, past=base, start=length)
+    return Cache(write, {base: 0}, set(), label=source)

@@ -127,7 +127,8 @@ def _mismatch(writes: Writes, pair: _Pair) -> str | None:
     if (key.past is None) != (value.past is None):
         return "only one of keys and values has a past"
     # Keys and values that grow have a symbol each for their length: equal by construction.
-    equal = nodes.may_equal if key.kind == kinds.GROWING else nodes.same
+    loose = key.kind in (kinds.GROWING, kinds.READ_ONLY)
+    equal = nodes.may_equal if loose else nodes.same
     if not _equal(key.keep, value.keep, equal):
         return "keys and values keep different windows"
     if (key.positions is None) != (value.positions is None):
@@ -207,7 +208,7 @@ def _foreign_reader(writes: Writes, cache: Cache, accepted: list[_Pair]) -> str 
     """The first node that uses a cache and is not understood, as "read by ...", or None."""
     paths, attentions = _readers(cache, accepted)
     tracked = set(cache.frames)
-    if cache.write.tokens in tracked:  # the tokens themselves are the model's to read
+    if cache.write.kind != kinds.READ_ONLY:  # the tokens themselves are the model's to read
         tracked.discard(cache.write.tokens)
     todo = sorted(tracked, key=writes.order)
     while todo:

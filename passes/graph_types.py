@@ -78,15 +78,32 @@ class Attention:
 
 
 @dataclasses.dataclass(eq=False)
+class DenseRead:
+    """How the readers of a packed cache get it as a dense tensor, where no op attends to it packed.
+
+    Attributes:
+        nodes: each node that equals slots `first .. first + length - 1`, and its (first, length).
+        inside: users of `nodes` that are the write itself, and do not read the result.
+        anchor: the first reader, or the graph's output.
+        length: slots `0 .. length - 1` cover all `nodes`; 0 where nothing but the caller reads.
+    """
+
+    nodes: dict[Node, tuple[Scalar, Scalar]]
+    inside: set[Node]
+    anchor: Node
+    length: Scalar
+
+
+@dataclasses.dataclass(eq=False)
 class CacheWrite:
     """How one cache tensor is updated in the graph (one object per cache, shared by its readers).
 
     Attributes:
-        kind: 1, 2, 3, 4 or 6 (the constants of this module).
+        kind: 1, 2, 3, 4, 6 or 9 (the constants of this module).
         write_kind: as `kind`, but for a cache born in the graph the kind of its write (1, 2 or 4).
         past: the cache's placeholder; None when it is born here or starts empty.
         born: the node that allocates the cache (`zeros`, ...), or None.
-        tokens: what is written, `[B, Hkv, n, D]`.
+        tokens: what is written, `[B, Hkv, n, D]`; `past` itself for a cache that is only read.
         positions: 1-D integer node with the slots written, or None.
         start: first slot written, where `positions` is None.
         keep: slots that remain after the write, or None for all.
@@ -95,6 +112,7 @@ class CacheWrite:
         erase: the mutating nodes to delete once nothing reads them: erase them in this order, pure
             nodes between them fall to dead code elimination.
         readers: number of attentions that read the updated cache.
+        dense: set where the readers get a dense tensor (`passes/read_dense.py`).
         source: "file.py:line" of the write.
         reason: why the cache cannot be packed, or None.
     """
@@ -111,6 +129,7 @@ class CacheWrite:
     outputs: list[int] = dataclasses.field(default_factory=list)
     erase: list[Node] = dataclasses.field(default_factory=list)
     readers: int = 0
+    dense: DenseRead | None = None
     source: str = ""
     reason: str | None = None
 
@@ -125,6 +144,8 @@ class Match:
         first, length: slots that attention reads (module docstring); None where not recognised.
         kind: kind of both caches, as far as recognised; None for an attention without cache.
         shared: more than one attention reads these caches (the write happens once).
+        dense: why attention reads a dense copy of the packed caches; "" where it reads them packed.
+            Then one of `key` and `value` may be None: what could not be packed.
         source_name: Dynamo source of the key cache, such as `L['cache'].layers[0].keys`; for a
             cache without placeholder the module path of the attention.
         reason: why the graph is left alone here, or None for a match.
@@ -137,5 +158,6 @@ class Match:
     length: Scalar | None = None
     kind: int | None = None
     shared: bool = False
+    dense: str = ""
     source_name: str = ""
     reason: str | None = None

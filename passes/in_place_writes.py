@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from . import graph_types as kinds
 from . import nodes, views
-from .cache_types import SEQ, Cache, NoCache, is_empty, refuse_parameter
+from .cache_types import SEQ, Cache, NoCache, is_empty, read_only_cache, refuse_parameter
 from .foreign_caches import OUT_OF_PLACE_OPS, raise_latent
 from .graph_types import CacheWrite
 from .nodes import arg, aten, may_equal, rank, same, same_shape, shape
@@ -26,7 +26,7 @@ def in_place_cache(writes: Writes, base: Node) -> Cache:
     writers = writes.writers(base)
     if not writers:
         if base.op == "placeholder":
-            raise NoCache("the cache is not written in this graph", kinds.READ_ONLY, base)
+            return read_only_cache(base, writes.scalars)
         raise NoCache("keys or values are constants of the graph")
     if base.op != "placeholder" and len(writers) > 1:  # a workspace put together from parts
         for node in writers:

@@ -155,6 +155,7 @@ def _copy_metadata(gm: GraphModule, traced: GraphModule, infos: list[Placeholder
                 new.meta[key] = copy.copy(old.meta[key])
         new.meta.setdefault("val", info.value)
         new.meta["hqmq_source"] = info.source
+        new.meta["hqmq_packed"] = info.packed
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
         elif old.meta.get("grapharg") is not None:

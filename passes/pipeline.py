@@ -3,6 +3,7 @@
 normalize        pre-dispatch ATen of a copy of the Dynamo graph
 find_attention   every attention, in canonical form
 find_caches      every KV cache: its kind, its write, its readers
+read_dense       caches of attentions that cannot read packed bits: packed all the same
 med3x            the chunk-norm median as a reduction of the graph (called by rewrite, per cache)
 rewrite          attention + writes become one `hqmq::write_attend`
 cleanup          dead masks, views, casts
@@ -25,6 +26,7 @@ from .find_attention import find_attention
 from .find_caches import find_caches
 from .graph_types import Match
 from .normalize import PlaceholderInfo, normalize
+from .read_dense import read_dense
 from .rewrite import Rewritten, layer_of, rewrite
 from .slots import start_evaluator
 
@@ -67,6 +69,7 @@ def run(gm: GraphModule, config: HQMQConfig, *, analyze_only: bool = False) -> R
     traced, infos = timed("normalize", normalize, gm)
     attentions = timed("find_attention", find_attention, traced.graph)
     matches = timed("find_caches", find_caches, traced.graph, attentions)
+    matches = timed("read_dense", read_dense, traced.graph, matches)
     _apply_policy(matches, config)
     found = sum(m.reason is None for m in matches)
     log.debug("matched %d of %d", found, len(matches))
@@ -97,16 +100,14 @@ def _copy(module: GraphModule) -> GraphModule:
 def _apply_policy(matches: list[Match], config: HQMQConfig) -> None:
     """What the config, or the state of the art here, leaves out."""
     for order, match in enumerate(matches):
-        if match.reason is not None or match.key is None:
-            continue
-        if match.shared:
-            match.reason = "several attentions read this cache (not supported yet)"
+        writes = [write for write in (match.key, match.value) if write is not None]
+        if match.reason is not None or not writes:
             continue
         layer = layer_of(match, order)
         if layer in config.layers and config.layers[layer] is None:
             match.reason = f"layer {layer} is excluded by config.layers"
             continue
-        for write in (match.key, match.value):
+        for write in writes:
             value = write.tokens.meta["val"]
             try:
                 config.spec("key", value.shape[-1], value.dtype, layer)

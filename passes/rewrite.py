@@ -9,6 +9,7 @@ dropped; the caller puts an `HQMQTensor` in their place.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..cache.buffers import Buffers, growing_blocks, shapes, static_blocks
 from ..codec.spec import CacheSpec
 from ..config import HQMQConfig
 from . import med3x
-from .graph_types import GROWING, CacheWrite, Match
+from .graph_types import GROWING, READ_ONLY, CacheWrite, Match
 from .normalize import PlaceholderInfo, output_args
 
 Symbolic = int | torch.SymInt
@@ -37,6 +38,7 @@ class Binding:
         spec: codec and layout.
         arg: index of the user's cache tensor in the original arguments; None for a cache born here.
         growing: the cache is returned longer (kind 3) instead of written in place.
+        read_only: the graph does not write it.
         batch, heads, length: logical shape before the call (after it, for a static cache born here).
         count: tokens written.
         keep: slots kept afterwards, or 0.
@@ -45,11 +47,13 @@ class Binding:
         start: node of the *normalised* graph with the positions written, or an int (for adoption).
         device: where the cache lives.
         source: Dynamo source of the user's tensor, for messages.
+        keys: for values that are attended to packed, the place of their keys' binding.
     """
 
     spec: CacheSpec
     arg: int | None
     growing: bool
+    read_only: bool
     batch: Symbolic
     heads: Symbolic
     length: Symbolic
@@ -60,18 +64,19 @@ class Binding:
     start: Node | int
     device: torch.device
     source: str
+    keys: int | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Rewritten:
-    """A rewritten graph and how to call it: the kept arguments, `blocks` if any cache is of changing
-    size, then eight buffers a binding."""
+    """A rewritten graph and how to call it: the kept arguments, `blocks` (one for the caches that grow
+    and one for those only read, where there are any of changing size), then eight buffers a binding."""
 
     module: GraphModule
     bindings: list[Binding]
     kept_args: list[int]
     kept_outputs: list[int | None]  # per original output: its place now, or None if it was a cache
-    blocks: torch.SymInt | None
+    blocks: list[torch.SymInt]
     extra_inputs: list[Any]  # example values of the inputs behind the kept ones
 
 
@@ -106,67 +111,88 @@ class _Rewriter:
         )
         self.bindings: list[Binding] = []
         self.buffers: dict[CacheWrite, list[Node]] = {}
-        self.blocks: torch.SymInt | None = None
-        self.blocks_node: Node | None = None
+        self.blocks: dict[bool, torch.SymInt] = {}  # by `read_only`
         self.extra_inputs: list[Any] = []
-        self.last_placeholder = self.placeholders[-1]
+        self.replaced: dict[Node, Node] = {}
+        self.last_placeholder = self.last_count = self.placeholders[-1]
 
     def run(self, matches: list[Match]) -> Rewritten:
         for order, match in enumerate(matches):
             layer = layer_of(match, order)
             for role, write in (("key", match.key), ("value", match.value)):
-                self.bind(match, write, role, layer)
+                if write is not None and write not in self.buffers:
+                    self.bind(match, write, role, layer)
+        readers = [match.key for match in matches if not match.dense]
+        for order, match in enumerate(m for m in matches if not m.dense):
+            first, last = match.key not in readers[:order], match.key not in readers[order + 1 :]
+            self.replace(match, first, last)
         for match in matches:
-            self.replace(match)
+            if match.dense:
+                for write in (match.key, match.value):
+                    self.read_dense(write) if write is not None else None
         kept_outputs = self.drop_outputs()
         kept_args = self.drop_cache_inputs()
         self.graph.lint()
         return Rewritten(
-            self.traced, self.bindings, kept_args, kept_outputs, self.blocks, self.extra_inputs
+            self.traced,
+            self.bindings,
+            kept_args,
+            kept_outputs,
+            list(self.blocks.values()),
+            self.extra_inputs,
         )
 
     # -- inputs ----------------------------------------------------------------------------------
     def placeholder(self, name: str, value: Any, source) -> Node:
-        # The number of blocks, where there is one, comes before all buffers.
-        first = not isinstance(value, torch.Tensor)
-        after = self.placeholders[-1] if first else self.last_placeholder
+        # Numbers of blocks, where there are any, come before all buffers.
+        is_count = not isinstance(value, torch.Tensor)
+        after = self.last_count if is_count else self.last_placeholder
         with self.graph.inserting_after(after):
             node = self.graph.placeholder(name)
         node.meta["val"] = value
         node._dynamo_source = source
-        if isinstance(value, torch.Tensor):
+        if not is_count:
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
         if after is self.last_placeholder:
             self.last_placeholder = node
-        self.extra_inputs.insert(0 if first else len(self.extra_inputs), value)
+        if is_count:
+            self.last_count = node
+        self.extra_inputs.insert(
+            len(self.blocks) - 1 if is_count else len(self.extra_inputs), value
+        )
         return node
 
-    def block_count(self, hint: int) -> torch.SymInt:
-        """One size symbol for all caches whose capacity may change between calls."""
-        if self.blocks is None:
+    def block_count(self, hint: int, read_only: bool) -> torch.SymInt:
+        """One size symbol for all caches that grow, one for all that are only read."""
+        if read_only not in self.blocks:
             from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-            env = self.fake_mode.shape_env
-            source = LocalSource("hqmq_blocks")
+            name = "hqmq_read_blocks" if read_only else "hqmq_blocks"
+            env, source = self.fake_mode.shape_env, LocalSource(name)
             symbol = env.create_symbol(max(hint, 2), source, DimDynamic.DYNAMIC)
-            self.blocks = env.create_symintnode(symbol, hint=max(hint, 2), source=source)
-        return self.blocks
+            count = env.create_symintnode(symbol, hint=max(hint, 2), source=source)
+            self.blocks[read_only] = count
+            self.placeholder(name, count, source)
+        return self.blocks[read_only]
 
     def bind(self, match: Match, write: CacheWrite, role: str, layer: int) -> None:
         tokens = write.tokens.meta["val"]
         batch, heads, count, head_dim = tokens.shape
+        read_only = write.kind == READ_ONLY
         growing = write.write_kind == GROWING
+        if read_only:
+            count = 0
         arg = self.placeholders.index(write.past) if write.past is not None else None
         cache = write.past if write.past is not None else write.born
         length = cache.meta["val"].shape[2] if cache is not None else 0
         spec = self.config.spec(role, head_dim, tokens.dtype, layer)
-        if growing:
+        if growing or read_only:
             hint = growing_blocks(spec, _hint(length) + _hint(count))
-            blocks = self.block_count(hint)
+            blocks = self.block_count(hint, read_only)
         else:
             blocks = static_blocks(spec, length)
             if isinstance(blocks, torch.SymInt):
-                blocks = self.block_count(_hint(blocks))
+                blocks = self.block_count(_hint(blocks), False)
         with self.fake_mode:
             values = [
                 torch.empty(shape, dtype=dtype, device=tokens.device)
@@ -178,10 +204,6 @@ class _Rewriter:
         else:
             name, source = f"born_{len(self.bindings)}", None
         source = source or LocalSource(f"hqmq_{name}")
-        if isinstance(blocks, torch.SymInt) and self.blocks_node is None:
-            self.blocks_node = self.placeholder(
-                "hqmq_blocks", self.blocks, LocalSource("hqmq_blocks")
-            )
         nodes = [
             self.placeholder(f"{name}_{field}", value, AttrSource(source, f"hqmq_{field}"))
             for field, value in zip(Buffers._fields, values, strict=True)
@@ -193,6 +215,7 @@ class _Rewriter:
                 spec=spec,
                 arg=arg,
                 growing=growing,
+                read_only=read_only,
                 batch=batch,
                 heads=heads,
                 length=length,
@@ -203,47 +226,95 @@ class _Rewriter:
                 start=start if start is not None else 0,
                 device=tokens.device,
                 source=match.source_name or name,
+                keys=list(self.buffers).index(match.key)
+                if role == "value" and not match.dense
+                else None,
             )
         )
 
-    # -- the fused op ----------------------------------------------------------------------------
-    def replace(self, match: Match) -> None:
+    # -- the ops ---------------------------------------------------------------------------------
+    def replace(self, match: Match, first_reader: bool, last_reader: bool) -> None:
+        """Put the fused op (or, for caches only read, `hqmq::attend`) in the place of the attention."""
         attention, key, value = match.attention, match.key, match.value
         head_dim = attention.query.meta["val"].shape[-1]
-        specs = dict(zip((key, value), self._specs(key, value), strict=True))
+        key_spec, value_spec = specs = self._specs(key, value)
+        attend = (
+            attention.mask,
+            attention.sinks,
+            match.first,
+            match.length,
+            float(attention.scale or head_dim**-0.5),
+            bool(attention.causal),
+            float(attention.softcap or 0.0),
+        )
+        buffers = (*self.buffers[key], *self.buffers[value])
+        ending = (str(key_spec), str(value_spec), str(self.config.kernel.value))
         with self.graph.inserting_before(attention.node):
-            medians = [
-                med3x.insert(self.graph, specs[w], w.tokens, self.buffers[w]) for w in (key, value)
-            ]
-            limit = 0 if key.write_kind == GROWING else self._length(key)
-            node = self.graph.call_function(
-                torch.ops.hqmq.write_attend.default,
-                (
-                    attention.query,
-                    key.tokens,
-                    value.tokens,
-                    key.positions,
-                    key.start if key.positions is None else 0,
-                    key.keep or 0,
-                    limit if not key.keep else 0,
-                    *self.buffers[key],
-                    *self.buffers[value],
-                    attention.mask,
-                    attention.sinks,
-                    match.first,
-                    match.length,
-                    float(attention.scale or head_dim**-0.5),
-                    bool(attention.causal),
-                    float(attention.softcap or 0.0),
-                    *medians,
-                    self.config.prefill == "exact",
-                    str(specs[key]),
-                    str(specs[value]),
-                    str(self.config.kernel.value),
-                ),
-            )
+            if key.kind == READ_ONLY:
+                target, args = torch.ops.hqmq.attend.default, (*buffers, *attend, *ending)
+            else:
+                medians = self._medians(specs, key, value)
+                target = torch.ops.hqmq.write_attend.default
+                exact = self.config.prefill == "exact"
+                args = (key.tokens, value.tokens, *self._slots(key), *buffers, *attend, *medians)
+                args = (*args, exact, *ending)
+                if not (first_reader and last_reader):
+                    args = (*args, first_reader, last_reader)
+            args = tuple(self.now(a) if isinstance(a, Node) else a for a in args)
+            node = self.graph.call_function(target, (self.now(attention.query), *args))
         node.meta = {k: v for k, v in attention.node.meta.items() if k != "eager_input_vals"}
         attention.node.replace_all_uses_with(node)
+        self.replaced[attention.node] = node
+
+    def now(self, node: Node) -> Node:
+        """What stands in the place of a node of the matches: an attention may read an earlier one."""
+        return self.replaced.get(node, node)
+
+    def read_dense(self, write: CacheWrite) -> None:
+        """Write in an op of its own; the readers get a dense tensor (`passes/read_dense.py`)."""
+        dense, (spec,) = write.dense, self._specs(write)
+        with self.graph.inserting_before(self.now(dense.anchor)):
+            (median,) = self._medians([spec], write)
+            args = (self.now(write.tokens), *self._slots(write), *self.buffers[write])
+            ending = (str(spec), str(self.config.kernel.value))
+            if not dense.nodes:
+                self.graph.call_function(torch.ops.hqmq.write.default, (*args, median, *ending))
+                return
+            reads = (0, dense.length, median, self.config.prefill == "exact", *ending)
+            whole = self.graph.call_function(torch.ops.hqmq.write_read.default, (*args, *reads))
+        for old, (first, length) in dense.nodes.items():
+            if first == 0 and length == dense.length:
+                new = whole
+            else:
+                end = length if first == 0 else self._sum(whole, first, length)
+                with self.graph.inserting_after(whole):
+                    new = self.graph.call_function(
+                        torch.ops.aten.slice.Tensor, (whole, 2, first, end)
+                    )
+            whole.meta.setdefault("stack_trace", old.meta.get("stack_trace"))
+            new.meta.setdefault("stack_trace", old.meta.get("stack_trace"))
+            sizes = torch.ops.aten.sym_size.int
+            old.replace_all_uses_with(
+                new, lambda user: user not in dense.inside and user.target is not sizes
+            )
+
+    def _sum(self, whole: Node, first: Node | int, length: Node | int) -> Node | int:
+        if isinstance(first, int) and isinstance(length, int):
+            return first + length
+        with self.graph.inserting_before(whole):
+            return self.graph.call_function(operator.add, (first, length))
+
+    def _slots(self, write: CacheWrite) -> tuple[Any, ...]:
+        """Arguments positions, start, keep, limit of the ops."""
+        limit = 0 if write.write_kind == GROWING else self._length(write)
+        start = write.start if write.positions is None else 0
+        return write.positions, start, write.keep or 0, 0 if write.keep else limit
+
+    def _medians(self, specs: list[CacheSpec], *writes: CacheWrite) -> list[Node | None]:
+        return [
+            med3x.insert(self.graph, spec, write.tokens, self.buffers[write])
+            for spec, write in zip(specs, writes, strict=True)
+        ]
 
     def _specs(self, *writes: CacheWrite) -> list[CacheSpec]:
         order = list(self.buffers)

@@ -77,17 +77,19 @@ def dequantize(
     *,
     tile: int = 4096,
     state: list[int] | None = None,
+    start: int | None = None,
 ) -> torch.Tensor:
     """The user's dense tensor `[B, H, length, D]`, in the dtype of the cache.
 
-    Decoded `tile` slots at a time, so that the float32 copy stays small.
+    Decoded `tile` slots at a time, so that the float32 copy stays small. `start`: another absolute
+    slot to begin with than logical index 0.
     """
     state = buffers.state.tolist() if state is None else state
     batch, heads = buffers.codes.shape[:2]
     out = torch.empty(
         batch, heads, length, spec.head_dim, dtype=spec.torch_dtype, device=buffers.codes.device
     )
-    start = state[START]
+    start = state[START] if start is None else start
     for a in range(0, length, tile):
         b = min(a + tile, length)
         out[:, :, a:b] = read_slots(spec, buffers, start + a, start + b, state)
