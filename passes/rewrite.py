@@ -293,10 +293,9 @@ class _Rewriter:
                     )
             whole.meta.setdefault("stack_trace", old.meta.get("stack_trace"))
             new.meta.setdefault("stack_trace", old.meta.get("stack_trace"))
-            sizes = torch.ops.aten.sym_size.int
-            old.replace_all_uses_with(
-                new, lambda user: user not in dense.inside and user.target is not sizes
-            )
+            for user in list(old.users):
+                if user not in dense.inside and user.target is not torch.ops.aten.sym_size.int:
+                    user.replace_input_with(old, new)
 
     def _sum(self, whole: Node, first: Node | int, length: Node | int) -> Node | int:
         if isinstance(first, int) and isinstance(length, int):

@@ -12,7 +12,7 @@ import math
 import torch
 
 from ..codec.spec import CacheSpec
-from .buffers import Buffers
+from .buffers import PACKED, Buffers
 from .read import read_slots
 
 TILE = 1 << 19  # elements dequantized at once: 2 MB of float32, some of it still in cache when read
@@ -68,8 +68,8 @@ def attend(
         total = torch.ones_like(top)
     key_state, value_state = key.state.tolist(), value.state.tolist()
     step = max(TILE // (batch * heads * max(key_spec.head_dim, value_spec.head_dim)), 1)
-    for a in range(0, length, step):
-        b = min(a + step, length)
+    packed = key_state[PACKED] - first  # codes and ring in tiles of their own: no copy joins them
+    for a, b in _tiles(length, step, packed):
         if visible is not None:  # skip what no query of this call can see
             seen = visible[a:b].nonzero()
             if not len(seen):
@@ -103,6 +103,12 @@ def attend(
         top = higher
     out = acc / torch.where(total == 0, 1.0, total)
     return out.view(batch, query_heads, n, -1).to(query.dtype)
+
+
+def _tiles(length: int, step: int, border: int) -> list[tuple[int, int]]:
+    """Ranges of at most `step` slots that cover 0..length-1, none across `border`."""
+    parts = ((0, min(max(border, 0), length)), (min(max(border, 0), length), length))
+    return [(a, min(a + step, end)) for begin, end in parts for a in range(begin, end, step)]
 
 
 def _tile(spec, buffers, first, last, state, exact, fresh) -> torch.Tensor:
