@@ -79,6 +79,8 @@ class CompiledGraph:
 
     def _store_of(self, index: int, binding: Binding, args: Sequence[Any]) -> PackedKV:
         tensor = args[binding.arg]
+        if binding.out_of_place:
+            return self._copy_of(index, binding, args)
         if isinstance(tensor, HQMQTensor):
             # A graph writes behind the back of a packed slice, too: both must be alone.
             if not tensor.repack(writes=not (binding.growing or binding.read_only)):
@@ -110,6 +112,19 @@ class CompiledGraph:
         log.info("hqmq: packing %s in place", binding.source)
         adopt(tensor, binding.spec, start(list(args)), write=self._write)
         return tensor.packed
+
+    def _copy_of(self, index: int, binding: Binding, args: Sequence[Any]) -> PackedKV:
+        """A store of its own: the user's tensor stays what it is."""
+        tensor = args[binding.arg]
+        if isinstance(tensor, HQMQTensor) and tensor.repack(writes=False):
+            if tensor.packed.spec == binding.spec:
+                return tensor.packed.clone()
+            return PackedKV.from_dense(binding.spec, tensor.dequantize(), tensor.packed.written)
+        start = self.result.starts[index]
+        if start is None:
+            raise NotAdoptable(f"{binding.source}: the slots written depend on more than integers")
+        dense = tensor.dense if isinstance(tensor, HQMQTensor) else tensor
+        return PackedKV.from_dense(binding.spec, dense, start(list(args)), write=self._write)
 
     def _write(self, spec: CacheSpec, buffers: Buffers, tokens: torch.Tensor, start: int) -> None:
         """Store a sequence by whatever serves this device."""
@@ -149,7 +164,7 @@ class CompiledGraph:
             elif binding.growing:
                 count, keep = self.sizes(args, binding.count, binding.keep)
                 tensor = HQMQTensor(store.appended(count, keep))
-            elif binding.arg is None:
+            elif binding.arg is None or binding.out_of_place:
                 tensor = HQMQTensor(store)
             else:
                 tensor = args[binding.arg]

@@ -19,6 +19,7 @@ from .graph_types import CacheWrite, Scalar
 from .in_place_writes import in_place_cache
 from .nodes import arg, aten, rank, same, same_shape, shape
 from .normalize import output_args
+from .out_of_place import out_of_place_cache
 from .scalars import Scalars
 from .views import constant
 
@@ -96,7 +97,7 @@ class Writes:
             elif root.target is aten.cat.default:
                 cache = self._growing(root)
             else:
-                cache = self._returned(root)
+                cache = out_of_place_cache(self, root) or self._returned(root)
         if root not in cache.frames:
             raise NoCache(f"the cache is computed by {nodes.where(root)}", cache.write.kind)
         self._find_outputs(cache)

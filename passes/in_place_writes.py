@@ -35,7 +35,7 @@ def in_place_cache(writes: Writes, base: Node) -> Cache:
         raise NoCache(f"written again by {nodes.where(writers[1])}", None, base)
     node = writers[0]
     if node.target is aten.index_copy_.default:
-        cache = _at_positions(writes, base, node, node.args[1] % 4, node.args[2], node.args[3])
+        cache = at_positions(writes, base, node, node.args[1] % 4, node.args[2], node.args[3])
     elif node.target is aten.index_put_.default:
         cache = _index_put(writes, base, node)
     elif node.target is aten.copy_.default:
@@ -55,9 +55,10 @@ def in_place_cache(writes: Writes, base: Node) -> Cache:
     return cache
 
 
-def _at_positions(
+def at_positions(
     writes: Writes, base: Node, node: Node, dim: int, positions: Node, tokens: Node
 ) -> Cache:
+    """The write of `tokens` by `node` to slots `positions` of `base`, which is its first argument."""
     if not writes.whole(node.args[0], base):
         raise _partial(writes, base, node, kinds.IN_PLACE)
     if dim != SEQ:
@@ -96,7 +97,7 @@ def _index_put(writes: Writes, base: Node, node: Node) -> Cache:
         raise NoCache(f"written by {nodes.where(node)} at [B, H, slot]", kinds.IN_PLACE, base)
     if any(i is not None for i in indices[3:]) or nodes.value_of(indices[2]).dtype is torch.bool:
         raise NoCache(f"written by {nodes.where(node)} with a mask", kinds.IN_PLACE, base)
-    return _at_positions(writes, base, node, SEQ, indices[2], node.args[2])
+    return at_positions(writes, base, node, SEQ, indices[2], node.args[2])
 
 
 def _copy(writes: Writes, base: Node, node: Node) -> Cache:

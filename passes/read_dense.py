@@ -8,6 +8,7 @@ they do, one layer at a time. Slower than attention on packed bits, and always r
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
@@ -30,6 +31,7 @@ STEPS = (
     | ELEMENTWISE
     | {aten.cat.default, aten.stack.default, aten.slice.Tensor, aten.select.int, aten.narrow.default}
     | {aten.repeat_interleave.self_int, aten.split_with_sizes.default, aten.split.Tensor}
+    | {aten.chunk.default, operator.getitem}
 )  # fmt: skip
 MOST_STEPS = 128
 
@@ -55,10 +57,11 @@ def read_dense(graph: Graph, matches: list[Match]) -> list[Match]:
         if base in taken:
             continue
         match, role, projected = _owner(writes, base, refused)
+        if projected:
+            role = "key"  # keys are made of it, and they are the more sensitive ones
         if match is None:
             continue
-        latent = any(m is match and m.kind == kinds.LATENT for m in refused)
-        if latent and not projected:
+        if match.kind == kinds.LATENT and not projected:
             failures[match] = "the part beside the latent stays exact"
             continue
         try:

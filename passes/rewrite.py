@@ -22,7 +22,7 @@ from ..cache.buffers import Buffers, growing_blocks, shapes, static_blocks
 from ..codec.spec import CacheSpec
 from ..config import HQMQConfig
 from . import med3x
-from .graph_types import GROWING, READ_ONLY, CacheWrite, Match
+from .graph_types import GROWING, OUT_OF_PLACE, READ_ONLY, CacheWrite, Match
 from .normalize import PlaceholderInfo, output_args
 
 Symbolic = int | torch.SymInt
@@ -39,6 +39,7 @@ class Binding:
         arg: index of the user's cache tensor in the original arguments; None for a cache born here.
         growing: the cache is returned longer (kind 3) instead of written in place.
         read_only: the graph does not write it.
+        out_of_place: the user's tensor stays as it is, and another one comes out.
         batch, heads, length: logical shape before the call (after it, for a static cache born here).
         count: tokens written.
         keep: slots kept afterwards, or 0.
@@ -54,6 +55,7 @@ class Binding:
     arg: int | None
     growing: bool
     read_only: bool
+    out_of_place: bool
     batch: Symbolic
     heads: Symbolic
     length: Symbolic
@@ -216,6 +218,7 @@ class _Rewriter:
                 arg=arg,
                 growing=growing,
                 read_only=read_only,
+                out_of_place=write.kind == OUT_OF_PLACE,
                 batch=batch,
                 heads=heads,
                 length=length,
