@@ -78,7 +78,7 @@ def read_dense(graph: Graph, matches: list[Match]) -> list[Match]:
         for role, cache in _first_calls(writes, match, seen):
             found.setdefault(match, []).append((role, cache))
     for match, why in failures.items():
-        if match not in found and match.kind is not None:
+        if match not in found:
             match.reason = f"{match.reason}; {why}"
     packed = {cache.label for caches in found.values() for _, cache in caches}
     matches = [m for m in matches if m.attention or m in found or m.source_name not in packed]

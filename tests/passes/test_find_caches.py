@@ -535,6 +535,48 @@ def out_of_place_index_copy(q, k, v, kc, vc, pos):
     return attend(q, kc, vc), kc, vc
 
 
+def out_of_place_scatter(q, k, v, kc, vc, pos):
+    index = pos[None, None, :, None].expand_as(k)
+    kc, vc = kc.scatter(2, index, k), vc.scatter(2, index, v)
+    return attend(q, kc, vc), kc, vc
+
+
+def out_of_place_slice(q, k, v, kc, vc, pos):
+    kc, vc = torch.slice_scatter(kc, k, 2, 3, 4), torch.slice_scatter(vc, v, 2, 3, 4)
+    return attend(q, kc, vc), kc, vc
+
+
+@pytest.mark.parametrize(
+    "function",
+    [out_of_place_where, out_of_place_index_copy, out_of_place_scatter, out_of_place_slice],
+)
+def test_out_of_place(analyze, function):
+    match = analyze(function)(new(1, H), new(1), new(1), new(L), new(L), torch.tensor([3])).match
+    assert match.reason is None and match.kind == kinds.OUT_OF_PLACE
+    for write, output in ((match.key, 1), (match.value, 2)):
+        assert write.past is not None and write.outputs == [output] and write.keep is None
+        if write.positions is None:
+            assert write.start == 3
+        else:
+            assert write.positions.meta["val"].shape == (1,)
+
+
+def out_of_place_many(q, k, v, kc, vc, pos):
+    here = (torch.arange(L) >= pos)[None, None, :, None]
+    kc, vc = torch.where(here, k, kc), torch.where(here, v, vc)
+    return attend(q, kc, vc), kc, vc
+
+
+def out_of_place_lost(q, k, v, kc, vc, pos):
+    return attend(q, kc.index_copy(2, pos, k), vc.index_copy(2, pos, v))
+
+
+def old_one_read(q, k, v, kc, vc, pos):
+    old = kc.sum()
+    kc, vc = kc.index_copy(2, pos, k), vc.index_copy(2, pos, v)
+    return attend(q, kc, vc) + old, kc, vc
+
+
 def seq_major(q, k, v, kc, vc, pos):
     kc, vc = kc.transpose(1, 2), vc.transpose(1, 2)
     kc.index_copy_(1, pos, k.transpose(1, 2))
@@ -565,8 +607,9 @@ def not_kept(q, k, v, kc, vc, pos):
         (different_positions, kinds.IN_PLACE, "different positions"),
         (in_place_add, kinds.IN_PLACE, "index_put_"),
         (never_written, kinds.READ_ONLY, "not written in this graph"),
-        (out_of_place_where, kinds.OUT_OF_PLACE, "out of place by aten.where"),
-        (out_of_place_index_copy, kinds.OUT_OF_PLACE, "out of place by aten.index_copy"),
+        (out_of_place_many, kinds.OUT_OF_PLACE, "does not choose one slot"),
+        (out_of_place_lost, kinds.OUT_OF_PLACE, "written out of place, but not returned"),
+        (old_one_read, kinds.OUT_OF_PLACE, "old cache is also read by aten.sum"),
         (prefix_grown, kinds.GROWING, "grown from a part of the past"),
         (not_kept, None, "no cache"),
     ],
