@@ -130,7 +130,9 @@ def _role(attention: Attention, node: Node, user: Node) -> str | None:
         return {1: "key", 2: "value"}.get(places[0] if places else 0)
     if user is attention.nodes[-1]:
         return "value"
-    return "key" if node is not attention.mask else None
+    if user is not attention.nodes[0] or user.target is aten.einsum.default:
+        return "key" if user.target is aten.einsum.default else None
+    return "key" if node is [a for a in user.args if isinstance(a, Node)][-1] else None
 
 
 def _cache(writes: Writes, base: Node) -> Cache:
