@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from . import nodes
-from .graph_types import CacheWrite
+from .graph_types import CacheWrite, part_of
 from .nodes import same, shape
 
 SEQ = 2  # the slots' dim of [B, Hkv, len, D]
@@ -41,6 +41,12 @@ class Cache:
     commit: Node | None = None
     out_nodes: set[Node] = dataclasses.field(default_factory=set)
     label: str = ""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is one part of several of a larger tensor."""
+        part = part_of(self.write.past) if self.write.past is not None else None
+        return part is not None and bool(part.index)
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 
 normalize        pre-dispatch ATen of a copy of the Dynamo graph
 find_attention   every attention, in canonical form
+layouts          caches stored in another layout get a view [B, H, L, D] a part
 find_caches      every KV cache: its kind, its write, its readers
 med3x            the chunk-norm median as a reduction of the graph (called by rewrite, per cache)
 rewrite          attention + writes become one `hqmq::write_attend`
@@ -24,6 +25,7 @@ from .cleanup import cleanup
 from .find_attention import find_attention
 from .find_caches import find_caches
 from .graph_types import Match
+from .layouts import one_layout, refuse_incomplete
 from .normalize import PlaceholderInfo, normalize
 from .rewrite import Rewritten, layer_of, rewrite
 from .slots import start_evaluator
@@ -66,8 +68,10 @@ def run(gm: GraphModule, config: HQMQConfig, *, analyze_only: bool = False) -> R
 
     traced, infos = timed("normalize", normalize, gm)
     attentions = timed("find_attention", find_attention, traced.graph)
+    attentions = timed("layouts", one_layout, traced.graph, attentions)
     matches = timed("find_caches", find_caches, traced.graph, attentions)
     _apply_policy(matches, config)
+    refuse_incomplete(matches)
     found = sum(m.reason is None for m in matches)
     log.debug("matched %d of %d", found, len(matches))
     if not found or analyze_only:

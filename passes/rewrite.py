@@ -18,10 +18,11 @@ from torch.fx import GraphModule, Node
 
 from .. import ops  # noqa: F401  registers torch.ops.hqmq
 from ..cache.buffers import Buffers, growing_blocks, shapes, static_blocks
+from ..cache.parts import Layout
 from ..codec.spec import CacheSpec
 from ..config import HQMQConfig
 from . import med3x
-from .graph_types import GROWING, CacheWrite, Match
+from .graph_types import GROWING, CacheWrite, Match, part_of, tensor_of
 from .normalize import PlaceholderInfo, output_args
 
 Symbolic = int | torch.SymInt
@@ -45,6 +46,9 @@ class Binding:
         start: node of the *normalised* graph with the positions written, or an int (for adoption).
         device: where the cache lives.
         source: Dynamo source of the user's tensor, for messages.
+        layout: of the user's tensor, where that is not one cache `[B, H, L, D]`.
+        part: which part of it this cache is.
+        returned: layout of what the caller puts out for a growing cache, likewise.
     """
 
     spec: CacheSpec
@@ -60,6 +64,9 @@ class Binding:
     start: Node | int
     device: torch.device
     source: str
+    layout: Layout | None = None
+    part: tuple[int, ...] = ()
+    returned: Layout | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,7 +163,8 @@ class _Rewriter:
         tokens = write.tokens.meta["val"]
         batch, heads, count, head_dim = tokens.shape
         growing = write.write_kind == GROWING
-        arg = self.placeholders.index(write.past) if write.past is not None else None
+        tensor = None if write.past is None else tensor_of(write.past)
+        arg = None if tensor is None else self.placeholders.index(tensor)
         cache = write.past if write.past is not None else write.born
         length = cache.meta["val"].shape[2] if cache is not None else 0
         spec = self.config.spec(role, head_dim, tokens.dtype, layer)
@@ -174,7 +182,7 @@ class _Rewriter:
             ]
         if arg is not None:
             base = self.infos[arg]
-            name, source = base.name, getattr(write.past, "_dynamo_source", None)
+            name, source = base.name, getattr(tensor, "_dynamo_source", None)
         else:
             name, source = f"born_{len(self.bindings)}", None
         source = source or LocalSource(f"hqmq_{name}")
@@ -182,8 +190,12 @@ class _Rewriter:
             self.blocks_node = self.placeholder(
                 "hqmq_blocks", self.blocks, LocalSource("hqmq_blocks")
             )
+        part = None if cache is None else part_of(cache)
+        number = "".join(f"{i}_" for i in part.index) if part is not None else ""
         nodes = [
-            self.placeholder(f"{name}_{field}", value, AttrSource(source, f"hqmq_{field}"))
+            self.placeholder(
+                f"{name}_{number}{field}", value, AttrSource(source, f"hqmq_{number}{field}")
+            )
             for field, value in zip(Buffers._fields, values, strict=True)
         ]
         self.buffers[write] = nodes
@@ -203,6 +215,9 @@ class _Rewriter:
                 start=start if start is not None else 0,
                 device=tokens.device,
                 source=match.source_name or name,
+                layout=None if part is None else Layout(part.lead, part.order),
+                part=() if part is None else part.index,
+                returned=None if write.returned is None else Layout((), write.returned),
             )
         )
 
@@ -287,19 +302,26 @@ class _Rewriter:
                 if not node._erased and not node.users:
                     self.graph.erase_node(node)
         self.graph.eliminate_dead_code()
-        caches = {write.past for write in writes if write.past is not None}
+        pasts = [write.past for write in writes if write.past is not None]
+        for view in pasts:
+            if part_of(view) is not None and not view._erased:
+                self.drop_sizes(view)
+        self.graph.eliminate_dead_code()
+        caches = {tensor_of(past) for past in pasts}
         for cache in caches:
-            for user in list(cache.users):
-                if user.target is torch.ops.aten.sym_size.int:
-                    size = user.meta["val"]
-                    user.replace_all_uses_with(
-                        size if isinstance(size, int) else self._size_node(size)
-                    )
-                    self.graph.erase_node(user)
+            self.drop_sizes(cache)
             if cache.users:
                 raise RuntimeError(f"hqmq: cache {cache.name} still read by {list(cache.users)}")
             self.graph.erase_node(cache)
         return [i for i, node in enumerate(self.placeholders) if node not in caches]
+
+    def drop_sizes(self, cache: Node) -> None:
+        """Take sizes of a cache from elsewhere."""
+        for user in list(cache.users):
+            if user.target is torch.ops.aten.sym_size.int:
+                size = user.meta["val"]
+                user.replace_all_uses_with(size if isinstance(size, int) else self._size_node(size))
+                self.graph.erase_node(user)
 
 
 def _hint(value: Symbolic) -> int:
