@@ -188,13 +188,16 @@ class CompiledGraph:
         outputs: list[Any] = [
             None if i is None else results[i] for i in self.rewritten.kept_outputs
         ]
-        live = []
+        live, born = [], {}
         for binding, store in zip(self.rewritten.bindings, stores, strict=True):
             if binding.growing:
                 count, keep = self.sizes(args, binding.count, binding.keep)
                 tensor = HQMQTensor(_returned(binding.returned, store.appended(count, keep)))
             elif binding.arg is None:
-                tensor = HQMQTensor(_returned(binding.layout, store))
+                tensor = born.get(tuple(binding.outputs))
+                if tensor is None:
+                    tensor = HQMQTensor(self._born(binding, stores))
+                    born[tuple(binding.outputs)] = tensor
             else:
                 tensor = args[binding.arg]
             for place in binding.outputs:
@@ -202,6 +205,17 @@ class CompiledGraph:
             live.append(weakref.ref(tensor))
         self.report.live = live
         return tuple(outputs)
+
+    def _born(self, binding: Binding, stores: list[PackedKV]) -> Packed:
+        """The packed form of a static cache that this call made."""
+        mine = {
+            b.part: store
+            for b, store in zip(self.rewritten.bindings, stores, strict=True)
+            if b.arg is None and b.outputs == binding.outputs
+        }
+        if binding.layout is None:
+            return mine[()]
+        return PackedParts(binding.layout, [mine[part] for part in binding.layout.parts])
 
     def _run_original(self, args: Sequence[Any], reason: str) -> Sequence[Any]:
         if reason not in self._warned:

@@ -45,7 +45,8 @@ class Cache:
     @property
     def is_part(self) -> bool:
         """Whether it is one part of several of a larger tensor."""
-        part = part_of(self.write.past) if self.write.past is not None else None
+        base = self.write.past or self.write.born
+        part = None if base is None else part_of(base)
         return part is not None and bool(part.index)
 
 

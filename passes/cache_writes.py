@@ -265,7 +265,7 @@ class Writes:
         base = cache.write.born or cache.write.past
         if cache.commit is not None:
             for out in self.outputs:
-                if nodes.is_tensor(out) and rank(out) == 4 and self._returns(out, base):
+                if nodes.is_tensor(out) and self._returns(out, base):
                     cache.out_nodes.add(out)
         cache.write.outputs = [
             place
@@ -282,7 +282,9 @@ class Writes:
     def _returns(self, out: Node, base: Node) -> bool:
         """Whether an output is the tensor of an updated cache, as the user has it."""
         part = part_of(base)
-        return self.whole(out, base) if part is None else out is part.tensor
+        if part is not None:
+            return out is part.tensor
+        return rank(out) == 4 and self.whole(out, base)
 
 
 def _tail(path: list[Node]) -> int | None:

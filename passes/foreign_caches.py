@@ -39,8 +39,10 @@ def foreign(writes: Writes, node: Node) -> NoCache:
     if views.is_cast(node):
         return _cast(writes, node)
     base = writes.base_of(node)
+    if base is not None and refusal(base) is not None:
+        return larger(base)
     if base is not None and is_input(base) and base is not node:
-        if rank(base) != 4 or refusal(base) is not None:
+        if rank(base) != 4:
             return larger(base)
         if writes.writers(base):
             return NoCache(f"the cache is read through {nodes.where(node)}", kinds.IN_PLACE, base)

@@ -103,6 +103,7 @@ class Aliases:
         self.seen: dict[Node, None] = {}  # views that nobody needs afterwards
         self.made: set[Node] = set()
         self.canon: dict[tuple[int, ...], Node] = {}
+        self.make: Callable[[tuple[int, ...]], Node] | None = None
 
     # -- aliases of the whole --------------------------------------------------------------------
     def collect(self) -> None:
@@ -158,9 +159,7 @@ class Aliases:
     # -- aliases of a part -----------------------------------------------------------------------
     def rewrite(self, part: Callable[[tuple[int, ...]], Node]) -> None:
         """Replace all aliases; `part(index)` makes the view of one part."""
-        sizes = [range(shape(self.root)[dim]) for dim in self.lead]
-        self.canon = {index: part(index) for index in itertools.product(*sizes)}
-        self.made.update(self.canon.values())
+        self.make = part
         for alias, user in self.writes:
             self._write_parts(alias, user)
         for alias in self.parts:
@@ -175,13 +174,19 @@ class Aliases:
 
     def _start(self, alias: _Whole, index: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
         """The part's view with the moves of `alias` made, and the order of its dims in `alias`."""
-        canon, have = self.canon[index], list(self.order[len(self.lead) :])
+        canon, have = self._part(index), list(self.order[len(self.lead) :])
         for dim, move in alias.moves:
             place = have.index(dim)
             canon = self._move(canon, move, place)
             if views.selection(move) is not None:
                 have.remove(dim)
         return canon, tuple(have.index(dim) for dim in alias.dims if dim in have)
+
+    def _part(self, index: tuple[int, ...]) -> Node:
+        if index not in self.canon:
+            self.canon[index] = self.make(index)
+            self.made.add(self.canon[index])
+        return self.canon[index]
 
     def _move(self, canon: Node, move: Node, place: int) -> Node:
         """A slice, narrow or select of another tensor, along dim `place` of `canon`."""
@@ -300,7 +305,7 @@ class Aliases:
         write = _Write.of(user)
         free = [dim for dim in self.lead if dim not in alias.picked]
         dims = alias.dims
-        for index in self.canon:
+        for index in itertools.product(*(range(shape(self.root)[dim]) for dim in self.lead)):
             at = dict(zip(self.lead, index, strict=True))
             if any(at[dim] != i for dim, i in alias.picked.items()):
                 continue

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from . import nodes, views
 from .cache_types import is_empty
-from .cache_writes import Writes
+from .cache_writes import ZERO_FILLED, Writes
 from .find_attention import find_attention
 from .graph_types import Attention, Match, Part, part_of, refusal
 from .layout_views import CANONICAL, Aliases, Refused, emit, permuted, sliced_dim
@@ -77,7 +77,7 @@ def one_layout(graph: Graph, attentions: list[Attention]) -> list[Attention]:
             changed |= _written_transposed(graph, item)
             continue
         try:
-            if Writes.is_base(item.root):
+            if Writes.is_base(item.root) or (item.lead and item.root.target in ZERO_FILLED):
                 changed |= _is_cache(item) and _stored(graph, item)
             elif item.root.target is aten.cat.default:
                 changed |= _grown(graph, item)
@@ -163,12 +163,15 @@ def refuse_incomplete(matches: list[Match]) -> None:
 
 
 def _parts(match: Match) -> list[Part]:
-    pasts = [write.past for write in (match.key, match.value) if write and write.past]
-    return [part for part in map(part_of, pasts) if part is not None]
+    bases = [write.past or write.born for write in (match.key, match.value) if write is not None]
+    return [part for part in map(part_of, filter(None, bases)) if part is not None]
 
 
 def _missing(matches: list[Match], part: Part, packed: int) -> str:
-    source, total = part.tensor.meta.get("hqmq_source", ""), math.prod(part.lead)
+    source, total = (
+        part.tensor.meta.get("hqmq_source") or nodes.where(part.tensor),
+        math.prod(part.lead),
+    )
     reason = f"only {packed} of the {total} parts of {source} are caches that can be packed here"
     others = [m.reason for m in matches if m.reason and m.source_name.startswith(source)]
     return f"{reason} (of another part: {others[0]})" if others else reason
@@ -195,8 +198,6 @@ def _stored(graph: Graph, found: _Found) -> bool:
     sizes = [nodes.shape(root)[dim] for dim in lead]
     if not all(isinstance(size, int) for size in sizes):
         raise Refused("the number of its parts is symbolic")
-    if lead and root.op != "placeholder":
-        raise Refused("a slab that is allocated in this graph")
     aliases = Aliases(graph, root, lead, found.order)
     aliases.collect()  # raises before anything is changed
     place = graph.find_nodes(op="placeholder")[-1] if root.op == "placeholder" else root

@@ -128,11 +128,108 @@ class GrownBySlot(Style):
         return tuple(t.transpose(1, 2) for t in tensors)
 
 
+# -- slabs -----------------------------------------------------------------------------------------
+class Slab(Style):
+    """Keys and values in one buffer `[2, B, H, L, D]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kv", torch.zeros(2, BATCH, HEADS, ROOM, DIM))
+
+    def forward(self, x, start: int):
+        query, key, value = split(x)
+        stop = start + key.shape[2]
+        self.kv[0, :, :, start:stop] = key
+        self.kv[1][:, :, start:stop] = value
+        return attend(query, self.kv[0, :, :, :stop], self.kv[1, :, :, :stop], start)
+
+    def views(self, tensors):
+        return tensors[0][0], tensors[0][1]
+
+
+class Stacked(Style):
+    """All layers in one buffer `[layers, 2, B, H, L, D]`, at tensor positions. Layers are alike here."""
+
+    layers = 3
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(self.layers, 2, BATCH, HEADS, ROOM, DIM))
+
+    def forward(self, x, slots):
+        query, key, value = split(x)
+        mask = torch.arange(ROOM) <= slots[:, None]
+        total = 0
+        for layer in range(self.layers):
+            keys, values = self.cache[layer].unbind(0)
+            keys[:, :, slots] = key
+            values.index_copy_(2, slots, value)
+            keys, values = (t.repeat_interleave(GROUPS, 1) for t in (keys, values))
+            total = total + scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        return total / self.layers
+
+    def args(self, x, position):
+        return x, torch.arange(position, position + x.shape[1])
+
+    def views(self, tensors):
+        (cache,) = tensors
+        assert torch.equal(cache[0], cache[-1])
+        return cache[1, 0], cache[1, 1]
+
+
+class TwoStacks(Stacked):
+    """`[layers, B, H, L, D]` of keys, and one of values."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.register_buffer("keys", torch.zeros(self.layers, BATCH, HEADS, ROOM, DIM))
+        self.register_buffer("values", torch.zeros(self.layers, BATCH, HEADS, ROOM, DIM))
+
+    def forward(self, x, start: int):
+        query, key, value = split(x)
+        total = 0
+        for layer in range(self.layers):
+            keys, values = self.keys[layer], self.values[layer]
+            stop = start + key.shape[2]
+            keys[:, :, start:stop], values[:, :, start:stop] = key, value
+            total = total + attend(query, keys[:, :, :stop], values[:, :, :stop], start)
+        return total / self.layers
+
+    def args(self, x, position):
+        return x, position
+
+    def views(self, tensors):
+        return tensors[0][2], tensors[1][0]
+
+
+class FlashAttention(Style):
+    """flash-attn's inference cache: `[B, L, 2, H, D]`, keys and values written at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kv_cache", torch.zeros(BATCH, ROOM, 2, HEADS, DIM))
+
+    def forward(self, x, start: int):
+        query, key, value = by_slot(x)
+        kv = torch.stack([key, value], dim=2)
+        stop = start + kv.shape[1]
+        self.kv_cache[: kv.shape[0], start:stop, ...] = kv
+        keys, values = self.kv_cache[: kv.shape[0], :stop].unbind(dim=2)
+        return attend(query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), start)
+
+    def views(self, tensors):
+        return tuple(t.transpose(1, 2) for t in tensors[0].unbind(2))
+
+
 LAYOUTS: dict[str, Callable] = {
     "llama": Llama,
     "positions": Positions,
     "slot-major": SlotMajor,
     "grown": GrownBySlot,
+    "slab": Slab,
+    "stacked": Stacked,
+    "two stacks": TwoStacks,
+    "flash-attn": FlashAttention,
 }
 
 

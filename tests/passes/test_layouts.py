@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hqmq_compile import HQMQConfig
 from hqmq_compile.passes import graph_types as kinds
+from hqmq_compile.passes import pipeline
 from hqmq_compile.passes.graph_types import part_of
 
 aten = torch.ops.aten
@@ -186,3 +188,203 @@ def along_heads(q, k, v, pos, kc, vc):
 def test_left_alone(analyze, function, reason):
     for match in analyze(function)(*inputs(kc=by_slot(), vc=by_slot()).values()).matches:
         assert reason in match.reason
+
+
+# -- slabs -----------------------------------------------------------------------------------------
+def slab_of(*lead):
+    return torch.randn(*lead, B, HKV, L, D)
+
+
+def heads_first(q, k, v):
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def two_parts(q, k, v, pos, slab):
+    q, k, v = heads_first(q, k, v)
+    slab[0].index_copy_(2, pos, k)
+    slab[1, :, :, pos] = v
+    return attend(q, slab[0], slab.select(0, -1))
+
+
+def unbound(q, k, v, pos, slab):
+    q, k, v = heads_first(q, k, v)
+    keys, values = slab
+    keys[:, :, 4:7] = k
+    values[:, :, 4:7] = v
+    keys, values = slab[..., :7, :].unbind(0)
+    return attend(q, keys, values)
+
+
+def both_at_once(q, k, v, pos, slab):
+    q, k, v = heads_first(q, k, v)
+    slab[:, :, :, pos] = torch.stack([k, v])
+    return attend(q, *slab)
+
+
+def both_copied(q, k, v, pos, slab):
+    q, k, v = heads_first(q, k, v)
+    slab.narrow(3, 4, 3).copy_(torch.stack([k, v]))
+    return attend(q, slab[0, :, :, :7], slab[1, :, :, :7])
+
+
+@pytest.mark.parametrize("function", [two_parts, unbound, both_at_once, both_copied])
+def test_parts_of_a_slab(analyze, function):
+    match = analyze(function)(*inputs(slab=slab_of(2)).values()).match
+    assert match.reason is None and match.kind == kinds.SLAB
+    parts = [part_of(write.past) for write in (match.key, match.value)]
+    assert [part.index for part in parts] == [(0,), (1,)]
+    assert all(part.lead == (2,) and part.order == (0, 1, 2, 3, 4) for part in parts)
+    assert match.source_name == "L['slab'][0]"
+
+
+def test_stacked_layers(analyze):
+    def step(q, k, v, pos, slab):
+        q, k, v = heads_first(q, k, v)
+        out = 0
+        for layer in range(3):
+            keys, values = slab[layer, 0], slab[layer, 1]
+            keys.index_copy_(2, pos, k)
+            values.index_copy_(2, pos, v)
+            out = out + attend(q, keys, values)
+        return out
+
+    matches = analyze(step)(*inputs(slab=slab_of(3, 2)).values()).matches
+    assert [m.reason for m in matches] == [None] * 3
+    assert [part_of(m.value.past).index for m in matches] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_parts_in_the_middle_of_other_dims(analyze):
+    def step(q, k, v, pos, slab):
+        slab[:B, 4:7] = torch.stack([k, v], 2)
+        keys, values = slab[:, :7].unbind(2)
+        return attend(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
+
+    match = analyze(step)(*inputs(slab=torch.randn(B, L, 2, HKV, D)).values()).match
+    assert match.reason is None and part_of(match.key.past).order == (2, 0, 3, 1, 4)
+
+
+def born_slab(q, k, v, pos):
+    slab = torch.zeros(2, B, HKV, L, D)
+    return two_parts(q, k, v, pos, slab), slab
+
+
+def born_by_slot(q, k, v, pos):
+    kc, vc = torch.zeros(B, L, HKV, D), torch.zeros(B, L, HKV, D)
+    return index_copied(q, k, v, pos, kc, vc), kc, vc
+
+
+@pytest.mark.parametrize("function", [born_slab, born_by_slot])
+def test_born_in_the_graph(analyze, function):
+    match = analyze(function)(*inputs().values()).match
+    assert match.reason is None and match.key.born is not None
+    slab = function is born_slab
+    assert match.kind == (kinds.SLAB if slab else kinds.BORN)
+    assert (match.key.outputs, match.value.outputs) == ([1], [1] if slab else [2])
+
+
+# -- slabs that are left alone ---------------------------------------------------------------------
+def read_whole(q, k, v, pos, slab):
+    return two_parts(q, k, v, pos, slab), slab.sum()
+
+
+def one_part_read(q, k, v, pos, slab):
+    return two_parts(q, k, v, pos, slab), slab[1].exp()
+
+
+def zeroed(q, k, v, pos, slab):
+    slab.zero_()
+    return two_parts(q, k, v, pos, slab)
+
+
+def part_returned(q, k, v, pos, slab):
+    return two_parts(q, k, v, pos, slab), slab[0]
+
+
+def grown_slab(q, k, v, pos, slab):
+    q, k, v = heads_first(q, k, v)
+    slab = torch.cat([slab, torch.stack([k, v])], 3)
+    return attend(q, slab[0], slab[1]), slab
+
+
+def written_in_steps(q, k, v, pos, slab):
+    slab[0].index_copy_(2, pos, k.transpose(1, 2))
+    return two_parts(q, k, v, pos, slab)
+
+
+def one_part_for_both(q, k, v, pos, slab):
+    q, k, v = heads_first(q, k, v)
+    slab[0].index_copy_(2, pos, k)
+    return attend(q, slab[0], slab[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (read_whole, "larger tensor, which is read by aten.sum at test_layouts.py:"),
+        (one_part_read, "value cache is read by aten.exp at test_layouts.py:"),
+        (zeroed, "larger tensor, which is also written by aten.zero_ at test_layouts.py:"),
+        (part_returned, "key cache is returned in part"),
+        (grown_slab, "made by aten.cat"),
+        (written_in_steps, "key: written again by aten.index_copy_"),
+        (one_part_for_both, "keys and values share one cache"),
+    ],
+)
+def test_slabs_left_alone(analyze, function, reason):
+    assert reason in analyze(function)(*inputs(slab=slab_of(2)).values()).match.reason
+
+
+def run_pipeline(function, config, *args):
+    results = []
+
+    def backend(gm, example_inputs):
+        results.append(pipeline.run(gm, config))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(function, backend=backend)(*args)
+    return results[0]
+
+
+def layers_of(q, k, v, pos, slab):
+    q, k, v = heads_first(q, k, v)
+    out = []
+    for layer in range(2):
+        slab[layer, 0].index_copy_(2, pos, k)
+        slab[layer, 1].index_copy_(2, pos, v)
+        out.append(attend(q, slab[layer, 0], slab[layer, 1]))
+    return out
+
+
+def some_layers_of(q, k, v, pos, slab):
+    return layers_of(q, k, v, pos, slab[1:3])
+
+
+def layers_and_reader(q, k, v, pos, slab):
+    return layers_of(q, k, v, pos, slab), slab[1, 0].sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "lead", "config", "reason"),
+    [
+        (layers_and_reader, (2, 2), HQMQConfig(), "only 2 of the 4 parts of L['slab']"),
+        (some_layers_of, (4, 2), HQMQConfig(), "larger tensor, which is read by aten.slice"),
+        (layers_of, (3, 2), HQMQConfig(), "only 4 of the 6 parts of L['slab']"),
+        (layers_of, (2, 2), HQMQConfig(layers={1: None}), "layer 1 is excluded by config.layers"),
+    ],
+)
+def test_a_slab_is_packed_in_all_its_parts_or_not_at_all(function, lead, config, reason):
+    result = run_pipeline(function, config, *inputs(slab=slab_of(*lead)).values())
+    assert result.rewritten is None
+    assert any(reason in match.reason for match in result.matches)
+    assert all(match.reason is not None for match in result.matches)
+
+
+def test_a_slab_becomes_buffers_of_each_part():
+    rewritten = run_pipeline(
+        layers_of, HQMQConfig(), *inputs(slab=slab_of(2, 2)).values()
+    ).rewritten
+    assert len(rewritten.bindings) == 4 and len({b.arg for b in rewritten.bindings}) == 1
+    assert [b.part for b in rewritten.bindings] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    names = [n.name for n in rewritten.module.graph.find_nodes(op="placeholder")]
+    assert len([n for n in names if n.endswith("_codes")]) == 4
+    assert not any(n == "l_slab_" for n in names)
