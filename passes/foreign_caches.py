@@ -56,6 +56,14 @@ def foreign(writes: Writes, node: Node) -> NoCache:
     if node.target in GATHERS and stored:
         kind = kinds.PAGED if writes.writers(stored[0]) else kinds.READ_ONLY
         return NoCache(f"the cache is gathered by {nodes.where(node)}", kind, stored[0])
+    if node.target is aten.cat.default and stored:
+        if node in writes.outputs:
+            reason = f"grown by {nodes.where(node)}, which is not along dim 2 of [B, H, L, D]"
+            return NoCache(reason, kinds.GROWING, stored[0])
+        for user in node.users:
+            if user in writes.outputs and user.target in (aten.stack.default, aten.cat.default):
+                reason = f"returned as a part of a larger tensor, by {nodes.where(user)}"
+                return NoCache(reason, kinds.SLAB, stored[0])
     raise_latent(writes, node)
     return NoCache(f"no cache: made by {nodes.where(node)} and not kept")
 

@@ -231,6 +231,10 @@ class Aliases:
             elif user.args and user.args[0] is old and (write := _Write.of(user)) is not None:
                 self._visit(user, self._write(write, user, canon, order), order)
                 self.graph.erase_node(user)
+            elif order != tuple(range(len(order))) and _is_window(user):
+                new = self._window(user, old, canon, order)
+                self._visit(user, new, order)
+                self.graph.erase_node(user)
             elif not self.keep_readers or order == tuple(range(len(order))):
                 user.replace_input_with(old, self._as(canon, order))
         self._sweep(old)
@@ -255,6 +259,18 @@ class Aliases:
         node = emit(self.graph, aten.permute.default, (canon, list(order)), after=canon)
         self.made.add(node)
         return node
+
+    def _window(self, user: Node, old: Node, canon: Node, order: tuple[int, ...]) -> Node:
+        """A window that slides, by `cat` or `roll` of `canon.permute(order)`, as one of `canon`."""
+        if user.target is aten.roll.default:
+            dims = [order[dim % 4] for dim in arg(user, "dims")]
+            return self._emit(aten.roll.default, (canon, user.args[1], dims), user)
+        back = inverse(order)
+        parts = [
+            canon if part is old else permuted(self.graph, part, back, before=user)
+            for part in user.args[0]
+        ]
+        return self._emit(aten.cat.default, (parts, order[arg(user, "dim") % 4]), user)
 
     # -- outputs ---------------------------------------------------------------------------------
     def _return(self, output: Node, old: Node, canon: Node, order: tuple[int, ...]) -> None:
@@ -326,6 +342,25 @@ def _is_alias(node: Node, of: Node) -> bool:
     if of not in nodes.aliased_args(node) or not views.is_noop(node):
         return False
     return node.target is not aten.contiguous.default or nodes.value_of(of).is_contiguous()
+
+
+def _is_window(node: Node) -> bool:
+    """A `cat` or `roll` that nobody sees but views, in-place writes and attentions.
+
+    Told over again it has other strides: nothing may depend on them, and nothing leave the graph.
+    """
+    if node.target not in (aten.cat.default, aten.roll.default) or rank(node) != 4:
+        return False
+    todo, seen = [node], set()
+    while todo:
+        alias = todo.pop()
+        for user in alias.users:
+            if user.op == "output" or user.target in (aten.view.default, aten._unsafe_view.default):
+                return False
+            if user not in seen and alias in nodes.aliased_args(user):
+                seen.add(user)
+                todo.append(user)
+    return True
 
 
 def sliced_dim(node: Node) -> int | None:

@@ -71,7 +71,7 @@ def one_layout(graph: Graph, attentions: list[Attention]) -> list[Attention]:
     returned = {_origin(out) for out in output_args(graph) if nodes.is_tensor(out)}
     # Tensors first: a `cat` finds the canonical view of its past in place.
     for item in sorted(found.values(), key=lambda f: f.root.target is aten.cat.default):
-        if refusal(item.root) is not None:
+        if item.root._erased or refusal(item.root) is not None:
             continue
         if item.dims == CANONICAL:
             changed |= _written_transposed(graph, item)

@@ -127,6 +127,9 @@ class _Rewriter:
             self.replace(match)
         kept_outputs = self.drop_outputs()
         kept_args = self.drop_cache_inputs()
+        for node in self.graph.nodes:  # marks that hold nodes are of no use to the compiler
+            for mark in ("hqmq_part", "hqmq_canonical", "hqmq_order"):
+                node.meta.pop(mark, None)
         self.graph.lint()
         return Rewritten(
             self.traced, self.bindings, kept_args, kept_outputs, self.blocks, self.extra_inputs

@@ -236,10 +236,13 @@ LAYOUTS: dict[str, Callable] = {
 class LayoutLoop(Loop):
     """As `Loop`, of a style of `LAYOUTS`."""
 
-    def __init__(self, style: str, config: HQMQConfig, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, style: str, config: HQMQConfig, dtype: torch.dtype = torch.float32, **options
+    ):
         super().__init__("slice", config, compiled=lambda: None, dtype=dtype)
         self.target = LAYOUTS[style]().to(dtype)
-        self.compiled = torch.compile(self.target, backend=hqmq, options={"config": config})
+        backend = {"backend": hqmq, "options": {"config": config}}
+        self.compiled = torch.compile(self.target, **backend, **options)
 
     def run(self, x: Tensor, position: int) -> Tensor:
         out = self.compiled(*self.target.args(x, position))

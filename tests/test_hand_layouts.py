@@ -30,6 +30,20 @@ def test_every_layout(which, style):
     loop.check_stored()
 
 
+@pytest.mark.parametrize("style", ["llama", "grown", "slab", "flash-attn"])
+def test_dynamic_shapes(style):
+    loop = LayoutLoop(style, CONFIGS["16"], dynamic=True, fullgraph=True)
+    check([loop(count) for count in (37, 1, 2, 11, 40, 1)])
+    loop.check_stored()
+
+
+@pytest.mark.parametrize("style", ["llama", "grown", "stacked"])
+def test_bfloat16(style):
+    loop = LayoutLoop(style, CONFIGS["16"], dtype=torch.bfloat16)
+    assert max(loop(count) for count in (37, 1, 1, 11, 1)) < 1e-2
+    loop.check_stored()
+
+
 @pytest.mark.parametrize("style", STATIC)
 def test_new_prompt_at_slot_0(style):
     loop = LayoutLoop(style, CONFIGS["8"])

@@ -156,6 +156,69 @@ def test_a_growing_cache_keeps_its_strides(analyze):
     assert all(node.meta["val"].is_contiguous() for node in output.args[0][1:])
 
 
+def eager_turned_at_once(q, k, v, pos, kc, vc):
+    kc.index_copy_(1, pos, k)
+    vc.index_copy_(1, pos, v)
+    keys, values = (x.repeat_interleave(2, 2) for x in (kc, vc))
+    return (q.transpose(1, 2) @ keys.permute(0, 2, 3, 1)).softmax(-1) @ values.transpose(1, 2)
+
+
+def test_keys_turned_at_once(analyze):
+    match = analyze(eager_turned_at_once)(*inputs(kc=by_slot(), vc=by_slot()).values()).match
+    assert match.reason is None and match.attention.groups == 2
+
+
+def test_keys_that_lie_transposed(analyze):
+    """`[B, H, D, L]`, as a matrix product likes them."""
+
+    def step(q, k, v, pos, kc, vc):
+        kc[..., pos] = k.permute(0, 2, 3, 1)
+        vc[:, :, pos] = v.transpose(1, 2)
+        return (q.transpose(1, 2) @ kc.repeat_interleave(2, 1)).softmax(-1) @ vc.repeat_interleave(
+            2, 1
+        )
+
+    def sdpa(q, k, v, pos, kc, vc):
+        kc[..., pos] = k.permute(0, 2, 3, 1)
+        vc[:, :, pos] = v.transpose(1, 2)
+        return attend(q.transpose(1, 2), kc.mT, vc)
+
+    caches = dict(kc=torch.randn(B, HKV, D, L), vc=new(L))
+    for function in (sdpa, step):
+        match = analyze(function)(*inputs(**caches).values()).match
+        assert match.reason is None and part_of(match.key.past).order == (0, 1, 3, 2)
+
+
+def shifted(q, k, v, pos, kc, vc):
+    kc.copy_(torch.cat((kc[:, N:], k), 1))
+    vc.copy_(torch.cat((vc[:, N:], v), 1))
+    return attend(q.transpose(1, 2), kc.transpose(1, 2), vc.transpose(1, 2))
+
+
+def shifted_and_read_before(q, k, v, pos, kc, vc):
+    k, v = torch.cat((kc[:, 1:], k), 1), torch.cat((vc[:, 1:], v), 1)
+    kc.copy_(k[:, -L:])
+    vc.copy_(v[:, -L:])
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def rolled(q, k, v, pos, kc, vc):
+    keys, values = kc.roll(-N, 1), vc.roll(-N, dims=-3)
+    keys[:, -N:] = k
+    values[:, -N:] = v
+    kc.copy_(keys)
+    vc.copy_(values)
+    return attend(q.transpose(1, 2), kc.transpose(1, 2), vc.transpose(1, 2))
+
+
+@pytest.mark.parametrize("function", [shifted, shifted_and_read_before, rolled])
+def test_windows(analyze, function):
+    match = analyze(function)(*inputs(kc=by_slot(), vc=by_slot()).values()).match
+    assert match.reason is None and match.kind == kinds.WINDOW
+    first, length = (1, L - 1 + N) if function is shifted_and_read_before else (N, L)
+    assert (match.key.start, match.key.keep, match.first, match.length) == (L, L, first, length)
+
+
 # -- what is left alone ----------------------------------------------------------------------------
 def read_elsewhere(q, k, v, pos, kc, vc):
     return index_copied(q, k, v, pos, kc, vc), kc.sum()
@@ -163,6 +226,12 @@ def read_elsewhere(q, k, v, pos, kc, vc):
 
 def returned_transposed(q, k, v, pos, kc, vc):
     return index_copied(q, k, v, pos, kc, vc), kc.transpose(1, 2)
+
+
+def rows_of_the_batch(q, k, v, pos, kc, vc):
+    kc[:1, 4:7] = k[:1]
+    vc[:1, 4:7] = v[:1]
+    return attend(q[:1].transpose(1, 2), kc[:1].transpose(1, 2), vc[:1].transpose(1, 2))
 
 
 def two_layouts(q, k, v, pos, kc, vc):
@@ -181,6 +250,7 @@ def along_heads(q, k, v, pos, kc, vc):
     [
         (read_elsewhere, "read by aten.sum at test_layouts.py:"),
         (returned_transposed, "returned in part or in another form"),
+        (rows_of_the_batch, "the cache is read through aten.slice at test_layouts.py:"),
         (two_layouts, "read by attention in two layouts"),
         (along_heads, "written along dim 1, not along dim 2"),
     ],
@@ -306,6 +376,12 @@ def grown_slab(q, k, v, pos, slab):
     return attend(q, slab[0], slab[1]), slab
 
 
+def grown_and_stacked(q, k, v, pos, slab):
+    q, k, v = heads_first(q, k, v)
+    k, v = torch.cat([slab[0], k], 2), torch.cat([slab[1], v], 2)
+    return attend(q, k, v), torch.stack([k, v])
+
+
 def written_in_steps(q, k, v, pos, slab):
     slab[0].index_copy_(2, pos, k.transpose(1, 2))
     return two_parts(q, k, v, pos, slab)
@@ -324,7 +400,8 @@ def one_part_for_both(q, k, v, pos, slab):
         (one_part_read, "value cache is read by aten.exp at test_layouts.py:"),
         (zeroed, "larger tensor, which is also written by aten.zero_ at test_layouts.py:"),
         (part_returned, "key cache is returned in part"),
-        (grown_slab, "made by aten.cat"),
+        (grown_slab, "grown by aten.cat at test_layouts.py:"),
+        (grown_and_stacked, "returned as a part of a larger tensor, by aten.stack at test_layouts"),
         (written_in_steps, "key: written again by aten.index_copy_"),
         (one_part_for_both, "keys and values share one cache"),
     ],
