@@ -113,8 +113,8 @@ class Report:
             tensor = ref()
             if tensor is None or not getattr(tensor, "is_packed", False):  # or unpacked since
                 continue
-            place = tensor.packed.buffers.codes.data_ptr()
-            if place not in found or tensor.shape[2] >= found[place].shape[2]:
+            place = tensor.packed.parts[0].buffers.codes.data_ptr()
+            if place not in found or tensor.numel() >= found[place].numel():
                 found[place] = tensor
         return list(found.values())
 

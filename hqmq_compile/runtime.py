@@ -6,6 +6,8 @@
     plain tensor             quantized, and swapped in place for an HQMQTensor, if nothing aliases it
     none (born here)         an empty packed store is made
 
+A tensor in another layout, or of several caches, is one `PackedParts`, each part a binding of its own.
+
 If a cache that the graph writes in place cannot be packed, the graph runs as the user wrote it, and a
 warning says why: at no moment is a wrong number returned.
 """
@@ -19,8 +21,9 @@ from typing import Any
 
 import torch
 
-from .cache.adopt import adopt, exclusive, swap_out
+from .cache.adopt import adopt, adopt_as, exclusive, swap_out
 from .cache.buffers import Buffers
+from .cache.parts import Layout, Packed, PackedParts
 from .cache.store import PackedKV
 from .cache.tensor import HQMQTensor
 from .codec.spec import CacheSpec
@@ -52,7 +55,8 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         try:
-            stores = [self._bind(i, b, args) for i, b in enumerate(self.rewritten.bindings)]
+            bound: dict[int, PackedParts] = {}
+            stores = [self._bind(i, b, args, bound) for i, b in enumerate(self.rewritten.bindings)]
             self._check_pairs(stores)
         except NotAdoptable as reason:
             return self._run_original(args, str(reason))
@@ -64,12 +68,18 @@ class CompiledGraph:
         return self._outputs(results, stores, args)
 
     # -- before the call -------------------------------------------------------------------------
-    def _bind(self, index: int, binding: Binding, args: Sequence[Any]) -> PackedKV:
+    def _bind(
+        self, index: int, binding: Binding, args: Sequence[Any], bound: dict[int, PackedParts]
+    ) -> PackedKV:
         if binding.arg is None:
             batch, heads, length = self.sizes(args, binding.batch, binding.heads, binding.length)
             store = PackedKV.empty(
                 binding.spec, batch, heads, length, growing=binding.growing, device=binding.device
             )
+        elif binding.layout is not None:
+            if binding.arg not in bound:
+                bound[binding.arg] = self._parts_of(binding, args)
+            store = bound[binding.arg].parts[binding.layout.parts.index(binding.part)]
         else:
             store = self._store_of(index, binding, args)
         if binding.growing or binding.read_only:  # room, and a branch of its own
@@ -126,6 +136,43 @@ class CompiledGraph:
         dense = tensor.dense if isinstance(tensor, HQMQTensor) else tensor
         return PackedKV.from_dense(binding.spec, dense, start(list(args)), write=self._write)
 
+    def _parts_of(self, binding: Binding, args: Sequence[Any]) -> PackedParts:
+        """The packed form of a tensor in another layout, or of several caches."""
+        tensor, layout, growing = args[binding.arg], binding.layout, binding.growing
+        places = {b.part: i for i, b in enumerate(self.rewritten.bindings) if b.arg == binding.arg}
+        specs = [self.rewritten.bindings[places[part]].spec for part in layout.parts]
+
+        def pack(dense: torch.Tensor, written: list[int | None]) -> PackedParts:
+            return PackedParts.from_dense(
+                layout, specs, dense, written, growing=growing, write=self._write
+            )
+
+        def starts() -> list[int | None]:
+            found = [self.result.starts[places[part]] for part in layout.parts]
+            if growing or None not in found:
+                return [None if growing else start(list(args)) for start in found]
+            raise NotAdoptable(f"{binding.source}: the slots written depend on more than integers")
+
+        if isinstance(tensor, HQMQTensor):
+            if not tensor.repack(writes=not growing):
+                raise NotAdoptable(f"{binding.source}: a view or a slice of it is alive")
+            packed = tensor.packed
+            if getattr(packed, "layout", None) != layout:  # another graph took it for another cache
+                tensor._replace(pack(packed.dequantize(), starts()))
+            elif packed.spec != tuple(specs):
+                written = [None if growing else part.written for part in packed.parts]
+                tensor._replace(pack(packed.dequantize(), written))
+            return tensor.packed
+        reason = exclusive(tensor)
+        if reason is None:
+            written = starts()
+            log.info("hqmq: packing %s in place", binding.source)
+            adopt_as(tensor, lambda: pack(tensor, written))
+            return tensor.packed
+        if not growing:
+            raise NotAdoptable(f"{binding.source}: {reason}")
+        return pack(tensor, starts())  # the graph does not write it, so a copy is as good
+
     def _write(self, spec: CacheSpec, buffers: Buffers, tokens: torch.Tensor, start: int) -> None:
         """Store a sequence by whatever serves this device."""
         torch.ops.hqmq.write(tokens, None, start, 0, 0, *buffers, None, str(spec), self.kernel)
@@ -157,15 +204,20 @@ class CompiledGraph:
         outputs: list[Any] = [
             None if i is None else results[i] for i in self.rewritten.kept_outputs
         ]
-        live = []
+        live, born = [], {}
         for binding, store in zip(self.rewritten.bindings, stores, strict=True):
             if binding.read_only:
                 tensor = args[binding.arg]
             elif binding.growing:
                 count, keep = self.sizes(args, binding.count, binding.keep)
-                tensor = HQMQTensor(store.appended(count, keep))
-            elif binding.arg is None or binding.out_of_place:
+                tensor = HQMQTensor(_returned(binding.returned, store.appended(count, keep)))
+            elif binding.out_of_place:
                 tensor = HQMQTensor(store)
+            elif binding.arg is None:
+                tensor = born.get(tuple(binding.outputs))
+                if tensor is None:
+                    tensor = HQMQTensor(self._born(binding, stores))
+                    born[tuple(binding.outputs)] = tensor
             else:
                 tensor = args[binding.arg]
             for place in binding.outputs:
@@ -173,6 +225,17 @@ class CompiledGraph:
             live.append(weakref.ref(tensor))
         self.report.live = live
         return tuple(outputs)
+
+    def _born(self, binding: Binding, stores: list[PackedKV]) -> Packed:
+        """The packed form of a static cache that this call made."""
+        mine = {
+            b.part: store
+            for b, store in zip(self.rewritten.bindings, stores, strict=True)
+            if b.arg is None and b.outputs == binding.outputs
+        }
+        if binding.layout is None:
+            return mine[()]
+        return PackedParts(binding.layout, [mine[part] for part in binding.layout.parts])
 
     def _run_original(self, args: Sequence[Any], reason: str) -> Sequence[Any]:
         if reason not in self._warned:
@@ -185,6 +248,10 @@ class CompiledGraph:
                 args[binding.arg] = args[binding.arg].materialize(reason)
         with torch.no_grad():
             return self.result.original(*args)
+
+
+def _returned(layout: Layout | None, store: PackedKV) -> Packed:
+    return store if layout is None else PackedParts(layout, [store])
 
 
 class UnmatchedGraph:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from . import nodes
-from .graph_types import READ_ONLY, CacheWrite
+from .graph_types import READ_ONLY, CacheWrite, part_of
 from .nodes import same, shape
 
 ARGUMENT = re.compile(r"(L\['\w+'\])?")
@@ -43,6 +43,13 @@ class Cache:
     commit: Node | None = None
     out_nodes: set[Node] = dataclasses.field(default_factory=set)
     label: str = ""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is one part of several of a larger tensor."""
+        base = self.write.past or self.write.born
+        part = None if base is None else part_of(base)
+        return part is not None and bool(part.index)
 
 
 @dataclasses.dataclass

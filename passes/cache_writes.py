@@ -15,7 +15,7 @@ from . import graph_types as kinds
 from . import nodes, views
 from .cache_types import SEQ, Cache, NoCache, Place, Read, is_empty, refuse_parameter
 from .foreign_caches import GATHERS, OUT_OF_PLACE_OPS, foreign
-from .graph_types import CacheWrite, Scalar
+from .graph_types import CacheWrite, Scalar, is_input, part_of
 from .in_place_writes import in_place_cache
 from .nodes import arg, aten, rank, same, same_shape, shape
 from .normalize import output_args
@@ -41,7 +41,15 @@ class Writes:
         self.graph = graph
         self.scalars = Scalars(graph)
         self._order = {node: place for place, node in enumerate(graph.nodes)}
-        self.outputs = output_args(graph)
+        # A cache in another layout is returned as a view of its canonical form (`layouts`).
+        self.outputs = tuple(
+            out.meta.get("hqmq_canonical", out) if isinstance(out, Node) else out
+            for out in output_args(graph)
+        )
+        self.orders = [
+            out.meta.get("hqmq_order") if isinstance(out, Node) else None
+            for out in output_args(graph)
+        ]
         self.live = nodes.live_nodes(graph)
         self.caches: dict[Node, Cache] = {}  # by every root in `frames`
 
@@ -108,7 +116,7 @@ class Writes:
     @staticmethod
     def is_base(node: Node) -> bool:
         """A tensor that lives on its own: an input, or one allocated (zero or empty) here."""
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr") or part_of(node) is not None:
             return True
         if node.target in FULL:
             return constant(arg(node, "fill_value")) == 0 and rank(node) == 4
@@ -164,7 +172,7 @@ class Writes:
         base, begin, end, tokens = None, 0, 0, parts[-1]
         if len(parts) == 2:
             past = self.locate(parts[0])
-            if past.root.op != "placeholder" or rank(past.root) != 4:
+            if not is_input(past.root) or rank(past.root) != 4:
                 raise foreign(self, cat)
             base, begin = past.root, past.first
             refuse_parameter(base)
@@ -230,7 +238,7 @@ class Writes:
         """The tensor whose storage `node` may be a view of."""
         while True:
             inner = nodes.aliased_args(node)
-            if not inner:
+            if not inner or part_of(node) is not None:
                 return node
             node = inner[0]
 
@@ -258,15 +266,26 @@ class Writes:
         base = cache.write.born or cache.write.past
         if cache.commit is not None:
             for out in self.outputs:
-                if nodes.is_tensor(out) and rank(out) == 4 and self.whole(out, base):
+                if nodes.is_tensor(out) and self._returns(out, base):
                     cache.out_nodes.add(out)
         cache.write.outputs = [
             place
             for place, out in enumerate(self.outputs)
             if isinstance(out, Node) and out in cache.out_nodes
         ]
+        layouts = {self.orders[place] for place in cache.write.outputs}
+        if len(layouts) > 1:
+            raise NoCache("the cache is returned in two layouts", cache.write.kind)
+        cache.write.returned = layouts.pop() if layouts else None
         if cache.write.born is not None and not cache.write.outputs:
             raise NoCache("allocated in this graph but not returned", kinds.BORN)
+
+    def _returns(self, out: Node, base: Node) -> bool:
+        """Whether an output is the tensor of an updated cache, as the user has it."""
+        part = part_of(base)
+        if part is not None:
+            return out is part.tensor
+        return rank(out) == 4 and self.whole(out, base)
 
 
 def _tail(path: list[Node]) -> int | None:

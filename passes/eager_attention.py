@@ -334,6 +334,8 @@ def _transposed(attention: Attention, node: Node) -> Node:
             node = _take_scale(attention, node)
             continue
         inner = views.permutation(node)
+        if inner is None and rank(node) == 4:
+            return _turned(attention, node, total or (0, 1, 2, 3))
         if inner is None:
             raise Unsupported(f"key is not a transposed tensor ({nodes.where(node)})")
         total = inner if total is None else tuple(inner[i] for i in total)
@@ -345,6 +347,18 @@ def _transposed(attention: Attention, node: Node) -> Node:
     while _is_scaled(node):
         node = _take_scale(attention, node)
     return node
+
+
+def _turned(attention: Attention, node: Node, total: tuple[int, ...]) -> Node:
+    """`[B, H, T, D]` of a tensor in another layout, which `total` turned into `[B, H, D, T]`."""
+    order = [*total[:2], total[3], total[2]]
+    with node.graph.inserting_before(attention.nodes[0]):
+        key = node.graph.call_function(aten.permute.default, (node, order))
+    value = nodes.value_of(node)
+    with value.fake_mode:
+        key.meta = {**attention.nodes[0].meta, "val": value.permute(order)}
+    attention.key_path.extend([node, key])
+    return key
 
 
 def _is_scaled(node: Node) -> bool:

@@ -99,6 +99,8 @@ def _pair(writes: Writes, match: Match) -> _Pair | None:
     if len(reads) == 2:
         match.key, match.value = (read.cache.write for read in reads)
         match.kind = reads[0].cache.write.kind
+        if reads[0].cache.is_part:
+            match.kind = kinds.SLAB
         match.source_name = reads[0].cache.label or match.source_name
     elif failures:
         role, error = failures[0]
@@ -218,7 +220,7 @@ def _foreign_reader(writes: Writes, cache: Cache, accepted: list[_Pair]) -> str 
                 follow = user in cache.inside and _carries(user, node)
             elif user.op == "output":
                 follow = False
-                if node not in cache.out_nodes:
+                if node.meta.get("hqmq_canonical", node) not in cache.out_nodes:
                     return f"returned in part or in another form ({nodes.where(node)})"
             elif node in nodes.written_args(user):
                 return f"also written by {nodes.where(user)}"
@@ -353,4 +355,4 @@ def _behind_attention(writes: Writes, base: Node, matches: list[Match]) -> bool:
 
 
 def _bases(write: kinds.CacheWrite) -> list[Node]:
-    return [node for node in (write.past, write.born) if node is not None]
+    return [kinds.tensor_of(node) for node in (write.past, write.born) if node is not None]

@@ -9,6 +9,7 @@ from torch.fx import Node
 from . import graph_types as kinds
 from . import nodes, views
 from .cache_types import NoCache, is_empty
+from .graph_types import is_input, refusal
 from .nodes import arg, aten, rank
 
 if TYPE_CHECKING:
@@ -38,23 +39,42 @@ def foreign(writes: Writes, node: Node) -> NoCache:
     if views.is_cast(node):
         return _cast(writes, node)
     base = writes.base_of(node)
-    if base is not None and base.op == "placeholder" and base is not node:
+    if base is not None and refusal(base) is not None:
+        return larger(base)
+    if base is not None and is_input(base) and base is not node:
         if rank(base) != 4:
-            return NoCache("the cache is a part of a larger tensor", kinds.SLAB, base)
+            return larger(base)
         if writes.writers(base):
             return NoCache(f"the cache is read through {nodes.where(node)}", kinds.IN_PLACE, base)
         return NoCache("the cache is not written in this graph", kinds.READ_ONLY, base)
-    node = node if base is None or base.op == "placeholder" else base
+    node = node if base is None or is_input(base) else base
     inputs = [writes.base_of(i) for i in node.all_input_nodes if nodes.is_tensor(i)]
-    stored = [i for i in inputs if i is not None and i.op == "placeholder" and rank(i) >= 3]
+    stored = [i for i in inputs if i is not None and is_input(i) and rank(i) >= 3]
     if node.target in OUT_OF_PLACE_OPS and stored:
         reason = f"written out of place by {nodes.where(node)}"
         return NoCache(reason, kinds.OUT_OF_PLACE, stored[0])
     if node.target in GATHERS and stored:
         kind = kinds.PAGED if writes.writers(stored[0]) else kinds.READ_ONLY
         return NoCache(f"the cache is gathered by {nodes.where(node)}", kind, stored[0])
+    if node.target is aten.cat.default and stored:
+        if node in writes.outputs:
+            reason = f"grown by {nodes.where(node)}, which is not along dim 2 of [B, H, L, D]"
+            return NoCache(reason, kinds.GROWING, stored[0])
+        for user in node.users:
+            if user in writes.outputs and user.target in (aten.stack.default, aten.cat.default):
+                reason = f"returned as a part of a larger tensor, by {nodes.where(user)}"
+                return NoCache(reason, kinds.SLAB, stored[0])
     raise_latent(writes, node)
     return NoCache(f"no cache: made by {nodes.where(node)} and not kept")
+
+
+def larger(base: Node) -> NoCache:
+    """Says why no part of a tensor in another layout could be told from the rest."""
+    why = refusal(base)
+    if rank(base) == 4:
+        return NoCache(f"the cache is {why}", None, base)
+    reason = "the cache is a part of a larger tensor"
+    return NoCache(f"{reason}, which is {why}" if why else reason, kinds.SLAB, base)
 
 
 def _cast(writes: Writes, node: Node) -> NoCache:

@@ -32,6 +32,44 @@ READ_ONLY = 9  # never written in this graph
 LATENT = 10  # MLA: a projection stands between cache and attention
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What the view of a part `[B, H, L, D]` of a cache in another layout is a view of (`layouts`).
+
+    Attributes:
+        tensor: the input of the graph, or the node that allocates the cache.
+        index: which part; () where the whole tensor is one.
+        lead: number of parts, of each dim of `index`.
+        order: `tensor.permute(order)` is `[*lead, B, H, L, D]`.
+    """
+
+    tensor: Node
+    index: tuple[int, ...]
+    lead: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+def part_of(node: Node) -> Part | None:
+    """The part that a node is the view of, or None."""
+    return node.meta.get("hqmq_part")
+
+
+def tensor_of(node: Node) -> Node:
+    """The tensor that a cache lies in: itself, but for the view of a part."""
+    part = part_of(node)
+    return node if part is None else part.tensor
+
+
+def refusal(node: Node) -> str | None:
+    """Why `layouts` left a tensor as it is stored, or None."""
+    return node.meta.get("hqmq_layout")
+
+
+def is_input(node: Node) -> bool:
+    """Whether a node is an input of the graph, or the view of a part of one."""
+    return tensor_of(node).op == "placeholder"
+
+
 @dataclasses.dataclass(eq=False)
 class Attention:
     """One attention of the graph, in canonical form.
@@ -101,7 +139,8 @@ class CacheWrite:
     Attributes:
         kind: 1, 2, 3, 4, 6 or 9 (the constants of this module).
         write_kind: as `kind`, but for a cache born in the graph the kind of its write (1, 2 or 4).
-        past: the cache's placeholder; None when it is born here or starts empty.
+        past: the cache's placeholder, or the view of a part of it (`part_of`); None when it is born
+            here or starts empty.
         born: the node that allocates the cache (`zeros`, ...), or None.
         tokens: what is written, `[B, Hkv, n, D]`; `past` itself for a cache that is only read.
         positions: 1-D integer node with the slots written, or None.
@@ -109,6 +148,7 @@ class CacheWrite:
         keep: slots that remain after the write, or None for all.
         results: nodes that equal the whole updated cache.
         outputs: places in the graph's output tuple that hold the updated cache.
+        returned: order of dims that makes what is returned there `[B, Hkv, L, D]`; None: it is that.
         erase: the mutating nodes to delete once nothing reads them: erase them in this order, pure
             nodes between them fall to dead code elimination.
         readers: number of attentions that read the updated cache.
@@ -127,6 +167,7 @@ class CacheWrite:
     keep: Scalar | None = None
     results: list[Node] = dataclasses.field(default_factory=list)
     outputs: list[int] = dataclasses.field(default_factory=list)
+    returned: tuple[int, ...] | None = None
     erase: list[Node] = dataclasses.field(default_factory=list)
     readers: int = 0
     dense: DenseRead | None = None

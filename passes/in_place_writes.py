@@ -10,8 +10,8 @@ from torch.fx import Node
 from . import graph_types as kinds
 from . import nodes, views
 from .cache_types import SEQ, Cache, NoCache, is_empty, read_only_cache, refuse_parameter
-from .foreign_caches import OUT_OF_PLACE_OPS, raise_latent
-from .graph_types import CacheWrite
+from .foreign_caches import OUT_OF_PLACE_OPS, larger, raise_latent
+from .graph_types import CacheWrite, is_input
 from .nodes import arg, aten, may_equal, rank, same, same_shape, shape
 from .views import constant
 
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 def in_place_cache(writes: Writes, base: Node) -> Cache:
     refuse_parameter(base)
     if rank(base) != 4:
-        raise NoCache("the cache is a part of a larger tensor", kinds.SLAB, base)
+        raise larger(base)
     writers = writes.writers(base)
     if not writers:
         if base.op == "placeholder":
             return read_only_cache(base, writes.scalars)
+        if is_input(base):
+            raise NoCache("the cache is not written in this graph", kinds.READ_ONLY, base)
         raise NoCache("keys or values are constants of the graph")
-    if base.op != "placeholder" and len(writers) > 1:  # a workspace put together from parts
+    if not is_input(base) and len(writers) > 1:  # a workspace put together from parts
         for node in writers:
             raise_latent(writes, node)
     if len(writers) > 1:
@@ -45,7 +47,7 @@ def in_place_cache(writes: Writes, base: Node) -> Cache:
     write = cache.write
     cache.commit = node
     write.source = nodes.source_line(node)
-    if base.op == "placeholder":
+    if is_input(base):
         write.past = base
         cache.label = base.meta.get("hqmq_source", "")
     else:

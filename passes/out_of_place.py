@@ -13,7 +13,7 @@ from torch.fx import Node
 from . import graph_types as kinds
 from . import nodes, views
 from .cache_types import SEQ, Cache, NoCache, refuse_parameter
-from .graph_types import CacheWrite
+from .graph_types import CacheWrite, part_of
 from .in_place_writes import at_positions, pure
 from .nodes import arg, aten, rank, same, same_shape, shape
 
@@ -35,6 +35,8 @@ def out_of_place_cache(writes: Writes, node: Node) -> Cache | None:
     past, cache = found
     base = writes.locate(past).root
     refuse_parameter(base)
+    if part_of(base) is not None:
+        raise NoCache("written out of place, and stored in another layout", 5, base)
     others = [u for u in writes.users(base) if u is not node and u.target not in nodes.SIZE_OPS]
     if others:
         raise NoCache(f"the old cache is also read by {nodes.where(others[0])}", 5, base)

@@ -2,6 +2,7 @@
 
 normalize        pre-dispatch ATen of a copy of the Dynamo graph
 find_attention   every attention, in canonical form
+layouts          caches stored in another layout get a view [B, H, L, D] a part
 find_caches      every KV cache: its kind, its write, its readers
 read_dense       caches of attentions that cannot read packed bits: packed all the same
 med3x            the chunk-norm median as a reduction of the graph (called by rewrite, per cache)
@@ -25,6 +26,7 @@ from .cleanup import cleanup
 from .find_attention import find_attention
 from .find_caches import find_caches
 from .graph_types import Match
+from .layouts import one_layout, refuse_incomplete
 from .normalize import PlaceholderInfo, normalize
 from .read_dense import read_dense
 from .rewrite import Rewritten, layer_of, rewrite
@@ -68,9 +70,11 @@ def run(gm: GraphModule, config: HQMQConfig, *, analyze_only: bool = False) -> R
 
     traced, infos = timed("normalize", normalize, gm)
     attentions = timed("find_attention", find_attention, traced.graph)
+    attentions = timed("layouts", one_layout, traced.graph, attentions)
     matches = timed("find_caches", find_caches, traced.graph, attentions)
     matches = timed("read_dense", read_dense, traced.graph, matches)
     _apply_policy(matches, config)
+    refuse_incomplete(matches)
     found = sum(m.reason is None for m in matches)
     log.debug("matched %d of %d", found, len(matches))
     if not found or analyze_only:

@@ -19,7 +19,7 @@ from . import nodes, views
 from .cache_types import SEQ, Cache, NoCache
 from .cache_writes import Writes
 from .foreign_caches import GATHERS, LINEAR
-from .graph_types import Attention, DenseRead, Match
+from .graph_types import Attention, DenseRead, Match, is_input, part_of, tensor_of
 from .nodes import aten, is_tensor, rank, same, shape
 
 # Sources of what must be a KV cache even if its attention is in another graph.
@@ -88,14 +88,16 @@ def read_dense(graph: Graph, matches: list[Match]) -> list[Match]:
 def _may_be_cache(writes: Writes, node: Node) -> bool:
     if rank(node) != 4 or not nodes.value_of(node).dtype.is_floating_point:
         return False
-    if node.op == "placeholder":
-        return "._parameters[" not in node.meta.get("hqmq_source", "")
+    if is_input(node):
+        if node.op != "placeholder" and part_of(node) is None:
+            return False
+        return "._parameters[" not in tensor_of(node).meta.get("hqmq_source", "")
     return node.op == "call_function" and writes.is_base(node) and bool(writes.writers(node))
 
 
 def _owner(writes: Writes, base: Node, refused: list[Match]) -> tuple[Match | None, str, bool]:
     """(match whose attention reads `base`, "key" or "value", whether it is projected before)."""
-    name = base.meta.get("hqmq_source", "")
+    name = tensor_of(base).meta.get("hqmq_source", "")
     guess = "value" if VALUES.search(name) else "key"
     todo, seen = [(alias, False) for alias in (base, *writes.aliases(base))], set()
     attended = [m for m in refused if m.attention is not None]

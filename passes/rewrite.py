@@ -19,10 +19,11 @@ from torch.fx import GraphModule, Node
 
 from .. import ops  # noqa: F401  registers torch.ops.hqmq
 from ..cache.buffers import Buffers, growing_blocks, shapes, static_blocks
+from ..cache.parts import Layout
 from ..codec.spec import CacheSpec
 from ..config import HQMQConfig
 from . import med3x
-from .graph_types import GROWING, OUT_OF_PLACE, READ_ONLY, CacheWrite, Match
+from .graph_types import GROWING, OUT_OF_PLACE, READ_ONLY, CacheWrite, Match, part_of, tensor_of
 from .normalize import PlaceholderInfo, output_args
 
 Symbolic = int | torch.SymInt
@@ -49,6 +50,9 @@ class Binding:
         device: where the cache lives.
         source: Dynamo source of the user's tensor, for messages.
         keys: for values that are attended to packed, the place of their keys' binding.
+        layout: of the user's tensor, where that is not one cache `[B, H, L, D]`.
+        part: which part of it this cache is.
+        returned: layout of what the caller puts out for a growing cache, likewise.
     """
 
     spec: CacheSpec
@@ -67,6 +71,9 @@ class Binding:
     device: torch.device
     source: str
     keys: int | None = None
+    layout: Layout | None = None
+    part: tuple[int, ...] = ()
+    returned: Layout | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -134,6 +141,9 @@ class _Rewriter:
                     self.read_dense(write) if write is not None else None
         kept_outputs = self.drop_outputs()
         kept_args = self.drop_cache_inputs()
+        for node in self.graph.nodes:  # marks that hold nodes are of no use to the compiler
+            for mark in ("hqmq_part", "hqmq_canonical", "hqmq_order"):
+                node.meta.pop(mark, None)
         self.graph.lint()
         return Rewritten(
             self.traced,
@@ -184,7 +194,8 @@ class _Rewriter:
         growing = write.write_kind == GROWING
         if read_only:
             count = 0
-        arg = self.placeholders.index(write.past) if write.past is not None else None
+        tensor = None if write.past is None else tensor_of(write.past)
+        arg = None if tensor is None else self.placeholders.index(tensor)
         cache = write.past if write.past is not None else write.born
         length = cache.meta["val"].shape[2] if cache is not None else 0
         spec = self.config.spec(role, head_dim, tokens.dtype, layer)
@@ -202,12 +213,16 @@ class _Rewriter:
             ]
         if arg is not None:
             base = self.infos[arg]
-            name, source = base.name, getattr(write.past, "_dynamo_source", None)
+            name, source = base.name, getattr(tensor, "_dynamo_source", None)
         else:
             name, source = f"born_{len(self.bindings)}", None
         source = source or LocalSource(f"hqmq_{name}")
+        part = None if cache is None else part_of(cache)
+        number = "".join(f"{i}_" for i in part.index) if part is not None else ""
         nodes = [
-            self.placeholder(f"{name}_{field}", value, AttrSource(source, f"hqmq_{field}"))
+            self.placeholder(
+                f"{name}_{number}{field}", value, AttrSource(source, f"hqmq_{number}{field}")
+            )
             for field, value in zip(Buffers._fields, values, strict=True)
         ]
         self.buffers[write] = nodes
@@ -232,6 +247,9 @@ class _Rewriter:
                 keys=list(self.buffers).index(match.key)
                 if role == "value" and not match.dense
                 else None,
+                layout=None if part is None else Layout(part.lead, part.order),
+                part=() if part is None else part.index,
+                returned=None if write.returned is None else Layout((), write.returned),
             )
         )
 
@@ -360,19 +378,26 @@ class _Rewriter:
                 if not node._erased and not node.users:
                     self.graph.erase_node(node)
         self.graph.eliminate_dead_code()
-        caches = {write.past for write in writes if write.past is not None}
+        pasts = [write.past for write in writes if write.past is not None]
+        for view in pasts:
+            if part_of(view) is not None and not view._erased:
+                self.drop_sizes(view)
+        self.graph.eliminate_dead_code()
+        caches = {tensor_of(past) for past in pasts}
         for cache in caches:
-            for user in list(cache.users):
-                if user.target is torch.ops.aten.sym_size.int:
-                    size = user.meta["val"]
-                    user.replace_all_uses_with(
-                        size if isinstance(size, int) else self._size_node(size)
-                    )
-                    self.graph.erase_node(user)
+            self.drop_sizes(cache)
             if cache.users:
                 raise RuntimeError(f"hqmq: cache {cache.name} still read by {list(cache.users)}")
             self.graph.erase_node(cache)
         return [i for i, node in enumerate(self.placeholders) if node not in caches]
+
+    def drop_sizes(self, cache: Node) -> None:
+        """Take sizes of a cache from elsewhere."""
+        for user in list(cache.users):
+            if user.target is torch.ops.aten.sym_size.int:
+                size = user.meta["val"]
+                user.replace_all_uses_with(size if isinstance(size, int) else self._size_node(size))
+                self.graph.erase_node(user)
 
 
 def _hint(value: Symbolic) -> int:

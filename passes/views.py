@@ -5,6 +5,7 @@ Nothing here adds a guard: sizes are compared only as far as they are known stat
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -102,8 +103,8 @@ def is_noop(node: Node) -> bool:
 
 def permutation(node: Node) -> tuple[int, ...] | None:
     """`p` with `out.dim i = in.dim p[i]` for a transposing node, else None."""
-    if node.target not in PERMUTES or not is_tensor(node.args[0]):
-        return None
+    if node.target not in PERMUTES or not is_tensor(node.args[0]) or "hqmq_part" in node.meta:
+        return None  # the view of a part (`layouts`) is where a cache begins
     dims = rank(node.args[0])
     order = list(range(dims))
     if node.target is aten.permute.default:
@@ -117,6 +118,16 @@ def permutation(node: Node) -> tuple[int, ...] | None:
     else:
         order[a], order[b] = order[b], order[a]
     return tuple(order)
+
+
+def selection(node: Node) -> tuple[Node, int, Any] | None:
+    """(tensor, dim, index) of a `select`, or of a result of `unbind`; None for another node."""
+    if node.target is aten.select.int and "hqmq_part" not in node.meta:
+        return node.args[0], node.args[1] % rank(node.args[0]), node.args[2]
+    if node.target is operator.getitem and getattr(node.args[0], "target", 0) is aten.unbind.int:
+        tensor = node.args[0].args[0]
+        return tensor, arg(node.args[0], "dim") % rank(tensor), node.args[1]
+    return None
 
 
 def strip_noops(node: Node, path: list[Node] | None = None) -> Node:
@@ -161,13 +172,16 @@ def strip_expansion(node: Node, path: list[Node] | None = None) -> tuple[Node, i
     """Follow no-ops and the repetition of KV heads to the un-expanded `[B, Hkv, T, D]` tensor.
 
     Recognised: `repeat_interleave` on dim 1, `unsqueeze(2)` + `expand` / `repeat` + `reshape`, and
-    `expand` of a single head. Returns the tensor and how often each head was repeated.
+    `expand` of a single head; also in another layout, between transposes that cancel. Returns the
+    tensor and how often each head was repeated.
     """
     groups = 1
     path = [] if path is None else path
     while True:
         node = strip_noops(node, path)
-        repeats, inner, chain = _repeated(node)
+        repeats, inner, chain = repeated(node, 1)
+        if inner is None:
+            repeats, inner, chain = _repeated_transposed(node)
         if inner is None:
             return node, groups
         groups *= repeats
@@ -175,22 +189,22 @@ def strip_expansion(node: Node, path: list[Node] | None = None) -> tuple[Node, i
         node = inner
 
 
-def _repeated(node: Node) -> tuple[int, Node | None, list[Node]]:
-    """One repetition of heads: (times, un-repeated node, nodes in between)."""
+def repeated(node: Node, dim: int) -> tuple[int, Node | None, list[Node]]:
+    """One repetition of the heads, in dim `dim`: (times, un-repeated node, nodes in between)."""
     nothing = (1, None, [])
     if rank(node) != 4 or not node.args or not is_tensor(node.args[0]):
         return nothing
     out, inner = shape(node), node.args[0]
     if node.target is aten.repeat_interleave.self_int:
-        times, dim = arg(node, "repeats"), arg(node, "dim")
-        if isinstance(times, int) and dim is not None and dim % 4 == 1:
+        times, along = arg(node, "repeats"), arg(node, "dim")
+        if isinstance(times, int) and along is not None and along % 4 == dim:
             return times, inner, [node]
         return nothing
-    if node.target in EXPANDS and rank(inner) == 4 and isinstance(out[1], int):
-        if same_shape((shape(inner)[0], 1, *shape(inner)[2:]), shape(inner)) and same_shape(
-            (out[0], *out[2:]), (shape(inner)[0], *shape(inner)[2:])
+    if node.target in EXPANDS and rank(inner) == 4 and isinstance(out[dim], int):
+        if same_shape(_with(shape(inner), dim, 1), shape(inner)) and same_shape(
+            _with(out, dim, 1), shape(inner)
         ):
-            return out[1], inner, [node]
+            return out[dim], inner, [node]
         return nothing
     if node.target in RESHAPES and rank(inner) == 5:
         chain = [node]
@@ -202,20 +216,52 @@ def _repeated(node: Node) -> tuple[int, Node | None, list[Node]]:
         while narrow.target is not aten.unsqueeze.default and is_noop(narrow):
             chain.append(narrow)
             narrow = narrow.args[0]
-        if narrow.target is not aten.unsqueeze.default or narrow.args[1] not in (2, -3):
+        if narrow.target is not aten.unsqueeze.default or narrow.args[1] % 5 != dim + 1:
             return nothing
         chain.append(narrow)
         source = narrow.args[0]
-        batch, heads, times, length, dim = shape(wide)
+        sizes = shape(wide)
+        heads, times = sizes[dim : dim + 2]
+        narrow_shape = sizes[: dim + 1] + sizes[dim + 2 :]
         fits = (
             rank(source) == 4
             and isinstance(times, int)
             and isinstance(heads, int)
-            and same_shape(shape(source), (batch, heads, length, dim))
-            and same_shape(out, (batch, heads * times, length, dim))
+            and same_shape(shape(source), narrow_shape)
+            and same_shape(out, _with(narrow_shape, dim, heads * times))
         )
         return (times, source, chain) if fits else nothing
     return nothing
+
+
+def _with(sizes: tuple[Any, ...], dim: int, size: Any) -> tuple[Any, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+def _repeated_transposed(node: Node) -> tuple[int, Node | None, list[Node]]:
+    """Heads repeated in another layout: transpose, repeat, and the transpose back."""
+    total, chain, times = permutation(node), [node], 1
+    if total is None or len(total) != 4:
+        return 1, None, []
+    current = node.args[0]
+    while True:
+        inner = permutation(current)
+        if is_noop(current):
+            chain.append(current)
+            current = current.args[0]
+        elif inner is not None:
+            total = tuple(inner[i] for i in total)
+            chain.append(current)
+            current = current.args[0]
+            if total == tuple(range(4)):
+                return times, current, chain
+        else:
+            repeats, narrow, between = repeated(current, total[1])
+            if narrow is None:
+                return 1, None, []
+            times *= repeats
+            chain.extend(between)
+            current = narrow
 
 
 def slice_range(node: Node, dim: int) -> tuple[Any, Any] | None:
@@ -224,6 +270,8 @@ def slice_range(node: Node, dim: int) -> tuple[Any, Any] | None:
     Ints or SymInts. Also None when the bounds are not known well enough to say where it starts.
     """
     if node.op != "call_function" or not node.args or not is_tensor(node.args[0]):
+        return None
+    if "hqmq_part" in node.meta:
         return None
     inner, dims = shape(node.args[0]), rank(node.args[0])
     if node.target is aten.slice.Tensor:

@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 from tests.compare import TYPICAL, Pair
 from tests.configs import CONFIGS
+from tests.hand_layouts import LayoutLoop
 from tests.hand_written import Loop
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.slow]
@@ -56,3 +57,19 @@ def test_no_copy_of_the_cache(style):
     before = [b.data_ptr() for t in loop.caches for b in t.packed.buffers]
     assert max(loop(1), loop(1)) <= TYPICAL
     assert [b.data_ptr() for t in loop.caches for b in t.packed.buffers] == before
+
+
+@pytest.mark.parametrize("style", ["llama", "grown", "stacked", "flash-attn"])
+def test_other_layouts(style):
+    """The parts of one tensor go in as buffers of their own, and are updated in place."""
+    loop = LayoutLoop(style, CONFIGS["16"])
+    assert max(loop(37), loop(1), loop(1)) <= TYPICAL
+
+    def addresses():
+        parts = [part for t in loop.target.tensors() for part in t.packed.parts]
+        return [b.data_ptr() for part in parts for b in part.buffers]
+
+    before = addresses()
+    assert max(loop(1), loop(1)) <= TYPICAL
+    assert addresses() == before
+    loop.check_stored()

@@ -16,6 +16,7 @@ import torch
 from ..codec.spec import CacheSpec
 from . import write as _write
 from .cell import same_memory, shares_storage
+from .parts import Packed
 from .store import PackedKV
 from .tensor import OWN_ATTRIBUTES, HQMQTensor
 
@@ -31,8 +32,8 @@ def exclusive(tensor: torch.Tensor) -> str | None:
         return f"it is a {type(tensor).__name__}, not a plain tensor"
     if tensor.requires_grad or tensor.grad_fn is not None:
         return "it takes part in autograd"
-    if tensor.dim() != 4 or not tensor.is_floating_point():
-        return "it is not a floating-point tensor [batch, heads, slots, head_dim]"
+    if not 4 <= tensor.dim() <= 6 or not tensor.is_floating_point():
+        return "it is not a floating-point tensor [batch, heads, slots, head_dim], or several"
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return "it is not contiguous"
     if tensor._is_view():
@@ -50,7 +51,7 @@ def exclusive(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def swap_in(tensor: torch.Tensor, packed: PackedKV) -> None:
+def swap_in(tensor: torch.Tensor, packed: Packed) -> None:
     """Turn the object `tensor` into an `HQMQTensor` over `packed`; its dense storage is released.
 
     Raises RuntimeError when the tensor is not exclusively owned, ValueError when shape, dtype or
@@ -97,11 +98,20 @@ def adopt(
     tensor of a cache that is extended by concatenation; `write` as in `PackedKV.from_dense`. Raises
     as `swap_in`.
     """
+
+    def pack() -> Packed:
+        return PackedKV.from_dense(spec, tensor, written, growing=growing, write=write)
+
+    adopt_as(tensor, pack)
+
+
+def adopt_as(tensor: torch.Tensor, pack: Callable[[], Packed]) -> None:
+    """Quantise a plain cache tensor of any layout in place: `pack` makes its packed form."""
     reason = exclusive(tensor)
     if reason is not None:  # before the work of quantising
         raise RuntimeError(f"hqmq: this cache tensor cannot be quantised in place: {reason}")
     with torch.inference_mode(False), torch.no_grad():
-        packed = PackedKV.from_dense(spec, tensor, written, growing=growing, write=write)
+        packed = pack()
     swap_in(tensor, packed)
 
 

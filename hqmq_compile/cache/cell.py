@@ -15,13 +15,13 @@ import weakref
 
 import torch
 
-from .store import PackedKV
+from .parts import Packed, load_state
 
 log = logging.getLogger("hqmq.cache")
 
 
 class Cell:
-    """Content `[B, H, length, D]` of one `HQMQTensor`; aliases of the tensor share the cell.
+    """Content of one `HQMQTensor`; aliases of the tensor share the cell.
 
     The content is `packed`, or `dense` where that is not None. `packed` is kept meanwhile: what a
     user only looked at is packed again exactly, without a second quantization.
@@ -29,7 +29,7 @@ class Cell:
 
     __slots__ = ("__weakref__", "dense", "kin", "packed", "start", "told")
 
-    def __init__(self, packed: PackedKV, dense: torch.Tensor | None = None) -> None:
+    def __init__(self, packed: Packed, dense: torch.Tensor | None = None) -> None:
         self.packed = packed
         self.dense = dense
         self.start = 0  # first slot, counted in the tensor that all kin were cut from
@@ -91,27 +91,12 @@ class Cell:
         reason = self._shared_by()
         if reason is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._encode(self.dense)
+                self.packed = self.packed.repacked(self.dense)
             self.dense = None
         elif not self.told:
             log.warning("a cache tensor %s stays dense: %s", tuple(self.dense.shape), reason)
         self.told = reason is not None
         return reason is None
-
-    def _encode(self, dense: torch.Tensor) -> None:
-        old = self.packed
-        try:
-            changed = (dense != old.dequantize()).any(dim=3).any(dim=1).any(dim=0)
-        except RuntimeError:  # a branch whose slots a sliding window has overwritten meanwhile
-            changed = None
-        written = None
-        if changed is not None:
-            slots = changed.nonzero()
-            if not slots.numel():
-                return
-            if not old.growing:  # the user's rows belong to the sequence
-                written = max(old.written, int(slots[-1]) + 1)
-        self.packed = PackedKV.from_dense(old.spec, dense, written, growing=old.growing)
 
     def copy(self) -> Cell:
         """An independent cell of equal content."""
@@ -120,13 +105,8 @@ class Cell:
 
     def replaced(self, dense: torch.Tensor) -> Cell:
         """A cell of other content, which is packed as this one."""
-        old = self.packed
-        batch, heads, length, _ = old.shape
         with torch.inference_mode(False):
-            packed = PackedKV.empty(
-                old.spec, batch, heads, length, growing=old.growing, device=old.device
-            )
-        return Cell(packed, dense)
+            return Cell(self.packed.emptied(), dense)
 
     def __deepcopy__(self, memo: dict) -> Cell:
         return memo.setdefault(id(self), self.copy())
@@ -137,7 +117,7 @@ class Cell:
 
 def rebuild_cell(packed: dict, dense: torch.Tensor | None) -> Cell:
     """Unpickle a `Cell`."""
-    return Cell(PackedKV.from_state_dict(packed), dense)
+    return Cell(load_state(packed), dense)
 
 
 def _overlay(parts: list[torch.Tensor], starts: list[int]) -> list[torch.Tensor]:

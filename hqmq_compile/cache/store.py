@@ -101,7 +101,31 @@ class PackedKV:
             _write.write_beyond(spec, store.buffers, dense, written)
         return store
 
+    def emptied(self) -> PackedKV:
+        """A store like this one, that nothing was written to."""
+        batch, heads, length, _ = self.shape
+        return PackedKV.empty(
+            self.spec, batch, heads, length, growing=self.growing, device=self.device
+        )
+
+    def repacked(self, dense: torch.Tensor) -> PackedKV:
+        """The store of what the user made of `dequantize()`; itself where that was not changed."""
+        try:
+            changed = (dense != self.dequantize()).any(dim=3).any(dim=1).any(dim=0)
+        except RuntimeError:  # a branch whose slots a sliding window has overwritten meanwhile
+            changed = None
+        written = None
+        if changed is not None:
+            slots = changed.nonzero()
+            if not slots.numel():
+                return self
+            if not self.growing:  # the user's rows belong to the sequence
+                written = max(self.written, int(slots[-1]) + 1)
+        return PackedKV.from_dense(self.spec, dense, written, growing=self.growing)
+
     # -- shape and size --------------------------------------------------------------------------
+    batch_dim = 0  # the dim along which sequences are selected
+
     @property
     def shape(self) -> torch.Size:
         batch, heads = self.buffers.codes.shape[:2]
@@ -150,6 +174,11 @@ class PackedKV:
     def capped_outliers(self) -> int:
         """Outliers that found no room in their block's pool so far (reads the device state)."""
         return int(self.buffers.state[CAPPED])
+
+    @property
+    def parts(self) -> tuple[PackedKV, ...]:
+        """The stores that the tensor is made of (`parts.py`): this one."""
+        return (self,)
 
     # -- reading ---------------------------------------------------------------------------------
     def _state(self) -> list[int]:

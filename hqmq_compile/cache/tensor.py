@@ -1,6 +1,7 @@
 """`HQMQTensor`: what a user finds where a KV cache tensor was.
 
-To PyTorch it is an ordinary tensor `[B, H, T, D]` in the dtype of the cache. It is *packed* until
+To PyTorch it is an ordinary tensor `[B, H, T, D]` in the dtype of the cache (or of another layout:
+`parts.py`). It is *packed* until
 somebody needs its memory: pure reads dequantise temporarily; batch selection, crop, `zero_`,
 `clone`, `to`, copying and saving work on the packed buffers. Any other view and any in-place edit
 makes it *materialised*, a real dense tensor with true views, so no write is ever lost. `repack`
@@ -24,8 +25,8 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from torch.utils._pytree import tree_map_only
 
 from .cell import Cell, rebuild_cell, same_memory
-from .store import PackedKV
-from .tensor_ops import dispatch, repeat_rows, slice_slots, slots
+from .parts import Packed
+from .tensor_ops import dispatch, has_slots, repeat_rows, slice_slots, slots
 
 # Where torch itself looks at the storage of a wrapper, to describe it to a tracer.
 _TRACERS = ("torch._subclasses", "torch._dynamo", "torch._functorch", "torch._inductor", "torch.fx")
@@ -35,7 +36,8 @@ OWN_ATTRIBUTES = ("_hqmq_cell", "_hqmq_token")
 class HQMQTensor(torch.Tensor):
     """A KV cache tensor kept quantised; see the module docstring.
 
-    `HQMQTensor(packed)` wraps a `PackedKV`. Aliases (`detach`, `data`, `t[:]`) share their content.
+    `HQMQTensor(packed)` wraps a `PackedKV` or `PackedParts`. Aliases (`detach`, `data`, `t[:]`) share
+    their content.
     """
 
     _is_hqmq = True
@@ -45,10 +47,10 @@ class HQMQTensor(torch.Tensor):
     _hqmq_token: torch.Tensor
 
     @staticmethod
-    def __new__(cls, packed: PackedKV) -> Self:
+    def __new__(cls, packed: Packed) -> Self:
         return cls._wrap(Cell(packed))
 
-    def __init__(self, packed: PackedKV) -> None:
+    def __init__(self, packed: Packed) -> None:
         pass
 
     @classmethod
@@ -88,7 +90,7 @@ class HQMQTensor(torch.Tensor):
         return self._hqmq_cell.is_packed
 
     @property
-    def packed(self) -> PackedKV | None:
+    def packed(self) -> Packed | None:
         """The packed content, None while materialised. For graphs: see `repack` before writing."""
         return self._hqmq_cell.packed if self.is_packed else None
 
@@ -113,7 +115,7 @@ class HQMQTensor(torch.Tensor):
         return 8 * self.stored_bytes / max(self.numel(), 1)
 
     def dequantize(self) -> torch.Tensor:
-        """The content as a plain tensor of its own `[B, H, T, D]`."""
+        """The content as a plain tensor of its own."""
         cell = self._hqmq_cell
         return cell.packed.dequantize() if cell.is_packed else cell.dense.clone()
 
@@ -134,7 +136,7 @@ class HQMQTensor(torch.Tensor):
             return False
         return not (writes and cell.relatives())
 
-    def _replace(self, packed: PackedKV) -> None:
+    def _replace(self, packed: Packed) -> None:
         """Take another packed form of the same content (other codec settings)."""
         self._hqmq_cell.packed, self._hqmq_cell.dense = packed, None
 
@@ -147,14 +149,20 @@ class HQMQTensor(torch.Tensor):
     # A slice made by the dispatcher would be a view with this tensor as its base, and the base
     # would keep the whole cache. Hence `__getitem__` and friends, where autograd is not needed.
     def __getitem__(self, index):
-        if self._is_native():
+        if self._is_native() and has_slots(self):
             bounds = slots(index, self.shape)
             if bounds is not None:
                 return slice_slots(self, *bounds)
         return super().__getitem__(index)
 
     def narrow(self, dim, start, length):
-        if self._is_native() and dim in (2, -2) and isinstance(start, int) and start >= 0:
+        if (
+            self._is_native()
+            and has_slots(self)
+            and dim in (2, -2)
+            and isinstance(start, int)
+            and start >= 0
+        ):
             if length > 0 and start + length <= self.shape[2]:
                 return slice_slots(self, start, start + length)
         return super().narrow(dim, start, length)

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .cell import Cell
+from .store import PackedKV
 
 aten = torch.ops.aten
 
@@ -145,12 +146,21 @@ def slice_slots(self: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 def _slice(self, dim=0, start=None, end=None, step=1):
     # Elsewhere autograd makes the result a view with `self` as its base, which Dynamo cannot trace.
-    if _not_packed(self) or not self.is_inference():
+    if not has_slots(self) or not self.is_inference():
         return NotImplemented
     index = [slice(None)] * self.dim()
     index[dim] = slice(start, end, step)
     bounds = slots(tuple(index), self.shape)
     return NotImplemented if bounds is None else slice_slots(self, *bounds)
+
+
+def has_slots(value) -> bool:
+    """Whether it is packed as one store `[B, H, T, D]`, of which slots can be cut out."""
+    return not _not_packed(value) and isinstance(value.packed, PackedKV)
+
+
+def _is_batch(value, dim) -> bool:
+    return dim in (value.packed.batch_dim, value.packed.batch_dim - value.dim())
 
 
 def _not_packed(value) -> bool:
@@ -163,7 +173,7 @@ def _select(self, index: torch.Tensor) -> torch.Tensor:
 
 
 def _index_select(self, dim, index):
-    if _not_packed(self) or dim not in (0, -4) or is_hqmq(index):
+    if _not_packed(self) or not _is_batch(self, dim) or is_hqmq(index):
         return NotImplemented
     return _select(self, index)
 
@@ -172,7 +182,7 @@ def _index(self, indices):
     if _not_packed(self) or any(i is not None for i in indices[1:]) or indices[0] is None:
         return NotImplemented
     index, batch = indices[0], self.shape[0]
-    if index.dim() != 1 or is_hqmq(index):
+    if index.dim() != 1 or is_hqmq(index) or not _is_batch(self, 0):
         return NotImplemented
     if index.dtype in (torch.bool, torch.uint8):
         if index.shape[0] != batch:
@@ -182,7 +192,7 @@ def _index(self, indices):
 
 
 def repeat_rows(self, repeats, dim=None, output_size=None):
-    if _not_packed(self) or dim not in (0, -4):
+    if _not_packed(self) or not _is_batch(self, dim):
         return NotImplemented
     with torch.inference_mode(False), torch.no_grad():
         return self._with(Cell(self.packed.repeat_interleave(repeats)))
@@ -241,8 +251,9 @@ def _copy_(self, source, non_blocking=False):
 def _record_stream(self, stream):
     if _not_packed(self):
         return NotImplemented
-    for buffer in self.packed.buffers:
-        buffer.record_stream(stream)
+    for part in self.packed.parts:
+        for buffer in part.buffers:
+            buffer.record_stream(stream)
     return None
 
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from hqmq_compile.passes.find_attention import find_attention
 from hqmq_compile.passes.find_caches import find_caches
 from hqmq_compile.passes.graph_types import Attention, Match
+from hqmq_compile.passes.layouts import one_layout
 from hqmq_compile.passes.normalize import PlaceholderInfo, normalize
 
 VOCAB = 64
@@ -41,7 +42,7 @@ class Recorder:
 
     def __call__(self, gm: GraphModule, example_inputs: list) -> object:
         traced, infos = normalize(gm)
-        attentions = find_attention(traced.graph)
+        attentions = one_layout(traced.graph, find_attention(traced.graph))
         matches = find_caches(traced.graph, attentions)
         traced.graph.lint()
         self.graphs.append(Analysis(gm, traced, infos, attentions, matches))

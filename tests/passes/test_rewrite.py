@@ -162,7 +162,8 @@ def test_analysis_alone_rewrites_nothing():
     result = capture(in_place, analyze_only=True)
     assert result.rewritten is None
     assert result.matches[0].reason is None
-    assert set(result.seconds) == {"normalize", "find_attention", "find_caches", "read_dense"}
+    passes = {"normalize", "find_attention", "layouts", "find_caches", "read_dense"}
+    assert set(result.seconds) == passes
 
 
 def test_two_configs_make_two_graphs():
