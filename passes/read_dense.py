@@ -24,7 +24,7 @@ from .nodes import aten, is_tensor, rank, same, shape
 
 # Sources of what must be a KV cache even if its attention is in another graph.
 NAMES = re.compile(r"\b(keys?|values?|[kv]_?cache|(key|value)_cache|past_(keys?|values?|k|v))\b")
-VALUES = re.compile(r"(\bv|value)[a-z_]*(\[\d+\]|'\])*$")
+VALUES = re.compile(r"value|(\b|_)v(s|als?)?(_?cache|_states)?(\[\d+\]|'\])*$")
 ELEMENTWISE = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.div.Tensor}
 STEPS = (
     views.RESHAPES | views.EXPANDS | views.COPIES | views.CASTS | views.PERMUTES | LINEAR | GATHERS
