@@ -47,7 +47,7 @@ class Cache:
     @property
     def is_part(self) -> bool:
         """Whether it is one part of several of a larger tensor."""
-        base = self.write.past or self.write.born
+        base = self.write.base
         part = None if base is None else part_of(base)
         return part is not None and bool(part.index)
 

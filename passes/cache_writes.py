@@ -263,11 +263,8 @@ class Writes:
 
     def _find_outputs(self, cache: Cache) -> None:
         """Places in the output tuple that are the updated cache."""
-        base = cache.write.born or cache.write.past
         if cache.commit is not None:
-            for out in self.outputs:
-                if nodes.is_tensor(out) and self._returns(out, base):
-                    cache.out_nodes.add(out)
+            cache.out_nodes |= self.returned(cache.write.base)
         cache.write.outputs = [
             place
             for place, out in enumerate(self.outputs)
@@ -280,12 +277,12 @@ class Writes:
         if cache.write.born is not None and not cache.write.outputs:
             raise NoCache("allocated in this graph but not returned", kinds.BORN)
 
-    def _returns(self, out: Node, base: Node) -> bool:
-        """Whether an output is the tensor of an updated cache, as the user has it."""
-        part = part_of(base)
+    def returned(self, base: Node) -> set[Node]:
+        """Outputs that are the tensor of an updated cache, as the user has it."""
+        part, tensors = part_of(base), [out for out in self.outputs if nodes.is_tensor(out)]
         if part is not None:
-            return out is part.tensor
-        return rank(out) == 4 and self.whole(out, base)
+            return {out for out in tensors if out is part.tensor}
+        return {out for out in tensors if rank(out) == 4 and self.whole(out, base)}
 
 
 def _tail(path: list[Node]) -> int | None:

@@ -352,11 +352,7 @@ def _transposed(attention: Attention, node: Node) -> Node:
 def _turned(attention: Attention, node: Node, total: tuple[int, ...]) -> Node:
     """`[B, H, T, D]` of a tensor in another layout, which `total` turned into `[B, H, D, T]`."""
     order = [*total[:2], total[3], total[2]]
-    with node.graph.inserting_before(attention.nodes[0]):
-        key = node.graph.call_function(aten.permute.default, (node, order))
-    value = nodes.value_of(node)
-    with value.fake_mode:
-        key.meta = {**attention.nodes[0].meta, "val": value.permute(order)}
+    key = nodes.emit(node.graph, aten.permute.default, (node, order), before=attention.nodes[0])
     attention.key_path.extend([node, key])
     return key
 

@@ -18,7 +18,7 @@ from . import graph_types as kinds
 from . import nodes, views
 from .cache_types import SEQ, Cache, NoCache, Read
 from .cache_writes import Writes
-from .foreign_caches import GATHERS, LINEAR
+from .foreign_caches import GATHERS, LINEAR, readers
 from .graph_types import Attention, Match, Scalar
 from .in_place_writes import pure
 from .nodes import aten, rank, shape
@@ -36,6 +36,11 @@ STRICT_VIEWS = {  # these alias their input, whatever its strides
     aten.alias.default,
     aten.detach.default,
 }
+STEPS = (  # between a cache and its attention
+    views.RESHAPES | views.EXPANDS | views.COPIES | views.CASTS | views.PERMUTES | LINEAR | GATHERS
+    | {aten.cat.default, aten.slice.Tensor}
+)  # fmt: skip
+MOST_STEPS = 64
 
 
 @dataclasses.dataclass(eq=False)
@@ -308,7 +313,8 @@ def _finish(writes: Writes, pair: _Pair, accepted: list[_Pair]) -> None:
 
 def _unread(writes: Writes, matches: list[Match]) -> list[Match]:
     """Tensors that are written like a cache, but that no attention of this graph reads."""
-    known = {node for match in matches for w in (match.key, match.value) if w for node in _bases(w)}
+    bases = [write.base for match in matches for write in match.writes]
+    known = {kinds.tensor_of(base) for base in bases if base is not None}
     named = {match.source_name for match in matches}
     found = []
     returned = {out for out in writes.outputs if isinstance(out, Node)}
@@ -333,26 +339,5 @@ def _unread(writes: Writes, matches: list[Match]) -> list[Match]:
 
 def _behind_attention(writes: Writes, base: Node, matches: list[Match]) -> bool:
     """Whether a cache is already reported with the attention that reads it."""
-    for match in matches:
-        if match.attention is None:
-            continue
-        inside = set(match.attention.nodes)
-        todo, seen = [base, *writes.aliases(base)], set()
-        while todo and len(seen) < 64:
-            node = todo.pop()
-            if node in inside:
-                return True
-            if node in seen:
-                continue
-            seen.add(node)
-            steps = views.RESHAPES | views.EXPANDS | views.COPIES | views.CASTS | views.PERMUTES
-            steps = steps | LINEAR | GATHERS | {aten.cat.default, aten.slice.Tensor}
-            todo.extend(u for u in node.users if u in inside or u.target in steps)
-            for user in node.users:  # by way of a workspace
-                if user.target is aten.copy_.default and user.args[1] is node:
-                    todo.append(writes.base_of(user))
-    return False
-
-
-def _bases(write: kinds.CacheWrite) -> list[Node]:
-    return [kinds.tensor_of(node) for node in (write.past, write.born) if node is not None]
+    inside = {node for match in matches if match.attention for node in match.attention.nodes}
+    return any(user in inside for _, user, _ in readers(writes, base, STEPS, MOST_STEPS))

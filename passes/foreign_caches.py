@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
@@ -85,6 +86,27 @@ def _cast(writes: Writes, node: Node) -> NoCache:
     except NoCache as error:
         return NoCache(error.reason, error.kind, error.base)
     return NoCache(reason, write.kind, write.past)
+
+
+def readers(
+    writes: Writes, base: Node, steps: set[Any], most: int
+) -> Iterator[tuple[Node, Node, bool]]:
+    """Each (node, user of it, whether a projection lies before it) behind a cache, nearest first.
+
+    Goes on over ops in `steps`, and by way of workspaces that are copied into; from at most `most` nodes.
+    """
+    todo, seen = [(alias, False) for alias in (base, *writes.aliases(base))], set()
+    while todo and len(seen) < most:
+        node, projected = todo.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            yield node, user, projected
+            if user.target in steps:
+                todo.append((user, projected or user.target in LINEAR))
+            elif user.target is aten.copy_.default and user.args[1] is node:
+                todo.append((writes.base_of(user), projected))
 
 
 def raise_latent(writes: Writes, node: Node) -> None:

@@ -174,6 +174,11 @@ class CacheWrite:
     source: str = ""
     reason: str | None = None
 
+    @property
+    def base(self) -> Node | None:
+        """The cache's tensor: its placeholder, or the node that allocates it; None at a first call."""
+        return self.born if self.past is None else self.past
+
 
 @dataclasses.dataclass(eq=False)
 class Match:
@@ -202,3 +207,8 @@ class Match:
     dense: str = ""
     source_name: str = ""
     reason: str | None = None
+
+    @property
+    def writes(self) -> list[CacheWrite]:
+        """`key` and `value`, as far as they were recognised."""
+        return [write for write in (self.key, self.value) if write is not None]

@@ -157,7 +157,7 @@ def _parts(
     """((first, end) of the slots kept of the past, new tokens) of what a cache becomes."""
     if root.target is not aten.cat.default:
         if root.target in OUT_OF_PLACE_OPS:
-            raise NoCache(f"written out of place by {nodes.where(root)}", 5, base)
+            raise NoCache(f"written out of place by {nodes.where(root)}", kinds.OUT_OF_PLACE, base)
         return (0, 0), root
     parts = [part for part in root.args[0] if not is_empty(part)]
     if not any(writes.base_of(part) is base for part in parts):
@@ -228,11 +228,7 @@ def _four_dims(writes: Writes, node: Node, tokens: Node, expected: tuple[Any, ..
 
 def pure(writes: Writes, like: Node, target: Any, *args: Any) -> Node:
     """A new pure node in front of `like`."""
-    with writes.graph.inserting_before(like):
-        node = writes.graph.call_function(target, args)
-    values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-    with values[0].fake_mode:
-        node.meta = {"val": target(*values), "stack_trace": like.meta.get("stack_trace")}
+    node = nodes.emit(writes.graph, target, args, before=like)
     writes.added(node, like)
     return node
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import nodes, views
-from .nodes import arg, aten, rank, shape
+from .nodes import arg, aten, emit, rank, shape
 
 CANONICAL = (0, 1, 2, 3)  # the dims of [B, H, L, D]
 SLICES = {aten.slice.Tensor, aten.narrow.default, aten.narrow.Tensor}
@@ -24,32 +24,6 @@ SLICES = {aten.slice.Tensor, aten.narrow.default, aten.narrow.Tensor}
 
 class Refused(Exception):
     """A tensor keeps its layout, because of a use that belongs to no single part."""
-
-
-def emit(
-    graph: Graph, target: Any, args: tuple, *, after: Node | None = None, before: Node | None = None
-) -> Node:
-    """A new node next to a given one."""
-    with graph.inserting_after(after) if before is None else graph.inserting_before(before):
-        node = graph.call_function(target, args)
-    tensors = [a for a in args if isinstance(a, Node)] or [args[0][0]]
-    if nodes.written_args(node):
-        value = nodes.value_of(args[0])
-    else:
-        with nodes.value_of(tensors[0]).fake_mode:
-            value = target(*(_values(a) for a in args))
-    node.meta = {"val": value}
-    for key in ("stack_trace", "nn_module_stack"):
-        like = after if before is None else before
-        if key in like.meta:
-            node.meta[key] = like.meta[key]
-    return node
-
-
-def _values(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return [_values(item) for item in x]
-    return nodes.value_of(x) if isinstance(x, Node) else x
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:

@@ -26,8 +26,8 @@ from .cache_types import is_empty
 from .cache_writes import ZERO_FILLED, Writes
 from .find_attention import find_attention
 from .graph_types import Attention, Match, Part, part_of, refusal
-from .layout_views import CANONICAL, Aliases, Refused, emit, permuted, sliced_dim
-from .nodes import arg, aten, rank
+from .layout_views import CANONICAL, Aliases, Refused, permuted, sliced_dim
+from .nodes import arg, aten, emit, rank
 from .normalize import output_args
 
 SLOTS = 2  # of [B, H, L, D]
@@ -163,7 +163,7 @@ def refuse_incomplete(matches: list[Match]) -> None:
 
 
 def _parts(match: Match) -> list[Part]:
-    bases = [write.past or write.born for write in (match.key, match.value) if write is not None]
+    bases = [write.base for write in match.writes]
     return [part for part in map(part_of, filter(None, bases)) if part is not None]
 
 

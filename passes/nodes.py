@@ -1,4 +1,4 @@
-"""Questions about single nodes: arguments by name, static sizes, aliases, names for reasons.
+"""Questions about single nodes: arguments by name, static sizes, aliases, names for reasons; new ones.
 
 Nothing here adds a guard: sizes are compared only as far as they are known statically.
 """
@@ -173,3 +173,30 @@ def where(node: Node) -> str:
     """ "<op> at <file.py:line>", for reasons."""
     line = source_line(node)
     return f"{op_name(node)} at {line}" if line else op_name(node)
+
+
+# -- new nodes -------------------------------------------------------------------------------------
+def emit(
+    graph: Graph, target: Any, args: tuple, *, after: Node | None = None, before: Node | None = None
+) -> Node:
+    """A new node next to a given one."""
+    with graph.inserting_after(after) if before is None else graph.inserting_before(before):
+        node = graph.call_function(target, args)
+    tensors = [a for a in args if isinstance(a, Node)] or [args[0][0]]
+    if written_args(node):
+        value = value_of(args[0])
+    else:
+        with value_of(tensors[0]).fake_mode:
+            value = target(*(_values(a) for a in args))
+    node.meta = {"val": value}
+    for key in ("stack_trace", "nn_module_stack"):
+        like = after if before is None else before
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    return node
+
+
+def _values(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_values(item) for item in x]
+    return value_of(x) if isinstance(x, Node) else x

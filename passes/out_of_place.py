@@ -32,14 +32,17 @@ def out_of_place_cache(writes: Writes, node: Node) -> Cache | None:
     found = _write(writes, node)
     if found is None:
         return None
-    past, cache = found
-    base = writes.locate(past).root
+    base, cache = found
     refuse_parameter(base)
     if part_of(base) is not None:
-        raise NoCache("written out of place, and stored in another layout", 5, base)
+        raise NoCache(
+            "written out of place, and stored in another layout", kinds.OUT_OF_PLACE, base
+        )
     others = [u for u in writes.users(base) if u is not node and u.target not in nodes.SIZE_OPS]
     if others:
-        raise NoCache(f"the old cache is also read by {nodes.where(others[0])}", 5, base)
+        raise NoCache(
+            f"the old cache is also read by {nodes.where(others[0])}", kinds.OUT_OF_PLACE, base
+        )
     write = cache.write
     write.kind = kinds.OUT_OF_PLACE
     if base.op == "placeholder":
@@ -51,11 +54,7 @@ def out_of_place_cache(writes: Writes, node: Node) -> Cache | None:
     write.source = nodes.source_line(node)
     writes.check_tokens(base, write)
     cache.frames = {node: 0}
-    cache.out_nodes = {
-        out
-        for out in writes.outputs
-        if nodes.is_tensor(out) and rank(out) == 4 and writes.whole(out, node)
-    }
+    cache.out_nodes = writes.returned(node)
     if not cache.out_nodes:
         raise NoCache("written out of place, but not returned", kinds.OUT_OF_PLACE, base)
     return cache
@@ -64,70 +63,82 @@ def out_of_place_cache(writes: Writes, node: Node) -> Cache | None:
 def _write(writes: Writes, node: Node) -> tuple[Node, Cache] | None:
     """(the cache that goes in, the write) of an op that changes some slots of a copy."""
     target, args = node.target, node.args
-    if target is aten.where.self:
-        return _where(writes, node)
-    if target not in OPS or not _is_cache(writes, args[0]):
+    if target not in PASTS:
         return None
-    past = args[0]
-    base = writes.locate(past).root
+    base = _base(writes, args[PASTS[target]])
+    if base is None:
+        return None
+    if target is aten.where.self:
+        cache = _where(writes, base, node)
+        return None if cache is None else (base, cache)
     if target is aten.index_copy.default:
-        return past, at_positions(writes, base, node, args[1] % 4, args[2], args[3])
+        return base, at_positions(writes, base, node, args[1] % 4, args[2], args[3])
     if target is aten.index_put.default:
         indices = [*args[1], None, None, None][:4]
         if indices[2] is None or any(i is not None for i in (*indices[:2], indices[3])):
-            raise NoCache(f"written by {nodes.where(node)} at [B, H, slot]", 5, base)
-        return past, at_positions(writes, base, node, SEQ, indices[2], args[2])
+            raise NoCache(
+                f"written by {nodes.where(node)} at [B, H, slot]", kinds.OUT_OF_PLACE, base
+            )
+        return base, at_positions(writes, base, node, SEQ, indices[2], args[2])
     if target is aten.scatter.src:
         positions = _one_list(args[2])
         if positions is None or args[1] % 4 != SEQ:
-            raise NoCache(f"{nodes.where(node)} scatters to slots of their own each", 5, base)
-        return past, at_positions(writes, base, node, SEQ, positions, args[3])
-    return past, _slice(writes, base, node)
+            raise NoCache(
+                f"{nodes.where(node)} scatters to slots of their own each", kinds.OUT_OF_PLACE, base
+            )
+        return base, at_positions(writes, base, node, SEQ, positions, args[3])
+    return base, _slice(writes, base, node)
 
 
-OPS = {
-    aten.index_copy.default,
-    aten.index_put.default,
-    aten.scatter.src,
-    aten.slice_scatter.default,
+PASTS = {  # which argument is the cache that goes in
+    aten.index_copy.default: 0,
+    aten.index_put.default: 0,
+    aten.scatter.src: 0,
+    aten.slice_scatter.default: 0,
+    aten.where.self: 2,
 }
 
 
-def _is_cache(writes: Writes, node: Any) -> bool:
-    return nodes.is_tensor(node) and rank(node) == 4 and writes.is_base(writes.locate(node).root)
+def _base(writes: Writes, past: Any) -> Node | None:
+    """The tensor `[B, H, L, D]` that an argument is all or a part of, or None."""
+    if not nodes.is_tensor(past) or rank(past) != 4:
+        return None
+    root = writes.locate(past).root
+    return root if writes.is_base(root) else None
 
 
 def _slice(writes: Writes, base: Node, node: Node) -> Cache:
     """`slice_scatter(cache, tokens, 2, start, end)`."""
     tokens, start = node.args[1], nodes.number(arg(node, "start"))
     if arg(node, "dim") not in (SEQ, -2) or arg(node, "step") != 1 or start is None:
-        raise NoCache(f"{nodes.where(node)} writes other than whole slots", 5, base)
+        raise NoCache(
+            f"{nodes.where(node)} writes other than whole slots", kinds.OUT_OF_PLACE, base
+        )
     write = CacheWrite(kinds.SLICE, kinds.SLICE, tokens, start=writes.scalar(start, base))
     return Cache(write, {}, {node})
 
 
-def _where(writes: Writes, node: Node) -> tuple[Node, Cache] | None:
+def _where(writes: Writes, base: Node, node: Node) -> Cache | None:
     """`where(arange(slots) == position, token, cache)`: one token of one slot."""
     condition, tokens, past = node.args
-    if not _is_cache(writes, past) or not nodes.is_tensor(tokens) or rank(tokens) != 4:
+    if not nodes.is_tensor(tokens) or rank(tokens) != 4:
         return None
-    base = writes.locate(past).root
     equal = _unwrap(condition)
-    slots, position = (
-        equal.args if equal.target in (aten.eq.Tensor, aten.eq.Scalar) else (None,) * 2
-    )
-    wide = (*shape(past)[:2], 1, shape(past)[3])
-    if _unwrap(slots).target not in ARANGE if isinstance(slots, Node) else True:
-        raise NoCache(f"{nodes.where(node)} does not choose one slot", 5, base)
-    if not same_shape(shape(tokens), wide) or not same(shape(condition)[-2:][0], shape(past)[SEQ]):
-        raise NoCache(f"{nodes.where(node)} writes other than one token", 5, base)
+    chosen = equal.target in (aten.eq.Tensor, aten.eq.Scalar) and isinstance(equal.args[0], Node)
+    if not chosen or _unwrap(equal.args[0]).target not in ARANGE:
+        raise NoCache(f"{nodes.where(node)} does not choose one slot", kinds.OUT_OF_PLACE, base)
+    position = equal.args[1]
+    batch, heads, slots, dim = shape(past)
+    one_slot = same_shape(shape(tokens), (batch, heads, 1, dim))
+    if not one_slot or not same(shape(condition)[-2], slots):
+        raise NoCache(f"{nodes.where(node)} writes other than one token", kinds.OUT_OF_PLACE, base)
     if isinstance(position, Node) and nodes.is_tensor(position):
         position = pure(writes, node, aten.reshape.default, position, [1])
         write = CacheWrite(kinds.IN_PLACE, kinds.IN_PLACE, tokens, positions=position)
     else:
         start = writes.scalar(nodes.number(position), base)
         write = CacheWrite(kinds.SLICE, kinds.SLICE, tokens, start=start)
-    return past, Cache(write, {}, {node})
+    return Cache(write, {}, {node})
 
 
 def _unwrap(node: Node) -> Node:

@@ -104,14 +104,13 @@ def _copy(module: GraphModule) -> GraphModule:
 def _apply_policy(matches: list[Match], config: HQMQConfig) -> None:
     """What the config, or the state of the art here, leaves out."""
     for order, match in enumerate(matches):
-        writes = [write for write in (match.key, match.value) if write is not None]
-        if match.reason is not None or not writes:
+        if match.reason is not None or not match.writes:
             continue
         layer = layer_of(match, order)
         if layer in config.layers and config.layers[layer] is None:
             match.reason = f"layer {layer} is excluded by config.layers"
             continue
-        for write in writes:
+        for write in match.writes:
             value = write.tokens.meta["val"]
             try:
                 config.spec("key", value.shape[-1], value.dtype, layer)

@@ -1,4 +1,4 @@
-"""Fourth pass: pack caches whose readers are no attention that can read packed bits.
+"""Between `find_caches` and `rewrite`: pack caches whose readers are no attention that can read packed bits.
 
 A cache may be understood while its attention is not (flex, alibi by `baddbmm`, a projection between a
 latent cache and the heads), or another node reads it besides. Then the write is rewritten alone, to
@@ -18,7 +18,7 @@ from . import graph_types as kinds
 from . import nodes, views
 from .cache_types import SEQ, Cache, NoCache
 from .cache_writes import Writes
-from .foreign_caches import GATHERS, LINEAR
+from .foreign_caches import GATHERS, LINEAR, readers
 from .graph_types import Attention, DenseRead, Match, is_input, part_of, tensor_of
 from .nodes import aten, is_tensor, rank, same, shape
 
@@ -46,9 +46,7 @@ def read_dense(graph: Graph, matches: list[Match]) -> list[Match]:
         `matches`, and one more for each cache that shares its attention with another one.
     """
     writes = Writes(graph)
-    taken = {
-        base for m in matches if m.reason is None for w in (m.key, m.value) for base in _bases(w)
-    }
+    taken = {write.base for match in matches if match.reason is None for write in match.writes}
     refused = [match for match in matches if match.reason is not None]
     found: dict[Match, list[tuple[str, Cache]]] = {}
     failures: dict[Match, str] = {}
@@ -57,8 +55,6 @@ def read_dense(graph: Graph, matches: list[Match]) -> list[Match]:
         if base in taken:
             continue
         match, role, projected = _owner(writes, base, refused)
-        if projected:
-            role = "key"  # keys are made of it, and they are the more sensitive ones
         if match is None:
             continue
         if match.kind == kinds.LATENT and not projected:
@@ -99,24 +95,12 @@ def _owner(writes: Writes, base: Node, refused: list[Match]) -> tuple[Match | No
     """(match whose attention reads `base`, "key" or "value", whether it is projected before)."""
     name = tensor_of(base).meta.get("hqmq_source", "")
     guess = "value" if VALUES.search(name) else "key"
-    todo, seen = [(alias, False) for alias in (base, *writes.aliases(base))], set()
     attended = [m for m in refused if m.attention is not None]
-    while todo and len(seen) < MOST_STEPS:
-        node, projected = todo.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
-        for user in node.users:
-            for match in attended:
-                role = _role(match.attention, node, user)
-                if role is not None:
-                    return match, role, projected
-            if user.target in STEPS:
-                todo.append((user, projected or user.target in LINEAR))
-            elif (
-                user.target is aten.copy_.default and user.args[1] is node
-            ):  # by way of a workspace
-                todo.append((writes.base_of(user), projected))
+    for node, user, projected in readers(writes, base, STEPS, MOST_STEPS):
+        for match in attended:
+            role = _role(match.attention, node, user)
+            if role is not None:  # keys are made of what is projected, and they are more sensitive
+                return match, "key" if projected else role, projected
     for match in refused:  # the attention is in another graph
         if match.attention is None and match.source_name == name and NAMES.search(name):
             return match, guess, False
@@ -132,9 +116,10 @@ def _role(attention: Attention, node: Node, user: Node) -> str | None:
         return {1: "key", 2: "value"}.get(places[0] if places else 0)
     if user is attention.nodes[-1]:
         return "value"
-    if user is not attention.nodes[0] or user.target is aten.einsum.default:
-        return "key" if user.target is aten.einsum.default else None
-    return "key" if node is [a for a in user.args if isinstance(a, Node)][-1] else None
+    if user.target is aten.einsum.default:
+        return "key"
+    last = [a for a in user.args if isinstance(a, Node)][-1]  # before it: the query, and a bias
+    return "key" if user is attention.nodes[0] and node is last else None
 
 
 def _cache(writes: Writes, base: Node) -> Cache:
@@ -153,7 +138,7 @@ def _cache(writes: Writes, base: Node) -> Cache:
 def _plan(writes: Writes, cache: Cache) -> DenseRead:
     """Which nodes a dense tensor replaces, and where it must be made."""
     write = cache.write
-    base = write.born or write.past
+    base = write.base
     if cache.commit is not None and write.keep is None and same(write.start, 0):
         if same(shape(write.tokens)[SEQ], shape(base)[SEQ]):
             raise NoCache("replaced as a whole: a state, not a cache", write.kind, base)
@@ -172,26 +157,26 @@ def _plan(writes: Writes, cache: Cache) -> DenseRead:
                     raise NoCache("read before it grows", write.kind, base)
             else:
                 replaced[node] = (first, shape(node)[SEQ])
-    readers = []
+    found = []
     for node in replaced:
         for user in node.users:  # dead ones too: they must not come before what they read
             if _reads(writes, cache, user) and user.op != "output":
                 if user in writes.live and writes.order(user) < done:
                     raise NoCache(f"read by {nodes.where(user)} before it is written", None, base)
-                readers.append(user)
+                found.append(user)
             if user not in cache.inside and node in nodes.written_args(user):
                 raise NoCache(f"also written by {nodes.where(user)}", None, base)
     (output,) = writes.graph.find_nodes(op="output")
     if any(out in replaced and out not in cache.out_nodes for out in writes.outputs):
         raise NoCache("returned in another form", write.kind, base)
-    anchor = min(readers, key=writes.order, default=output)
-    if not readers:
-        return DenseRead({}, cache.inside, anchor, 0)
-    total = max(first + length for first, length in replaced.values()) if replaced else 0
+    if not found:
+        return DenseRead({}, cache.inside, output, 0)
+    total = max(first + length for first, length in replaced.values())
     made = {
         node: (writes.scalar(first, base), writes.scalar(length, base))
         for node, (first, length) in replaced.items()
     }
+    anchor = min(found, key=writes.order)
     return DenseRead(made, cache.inside, anchor, writes.scalar(total, base))
 
 
@@ -211,7 +196,7 @@ def _first_calls(writes: Writes, match: Match, seen: set[Node]) -> list[tuple[st
         except NoCache:
             continue
         write = cache.write
-        if write.past is None and write.born is None and write.tokens not in seen:
+        if write.base is None and write.tokens not in seen:
             write.dense = _plan_first(writes, match.attention, cache)
             seen.add(write.tokens)
             found.append((role, cache))
@@ -222,13 +207,13 @@ def _plan_first(writes: Writes, attention: Attention, cache: Cache) -> DenseRead
     """The new tokens are the cache: only the attention reads what is stored of them."""
     tokens = cache.write.tokens
     attends = {*attention.nodes, *attention.key_path, *attention.value_path}
-    readers = [user for user in tokens.users if user in attends]
+    found = [user for user in tokens.users if user in attends]
     (output,) = writes.graph.find_nodes(op="output")
-    if not readers:
+    if not found:
         return DenseRead({}, cache.inside, output, 0)
     length = writes.scalar(shape(tokens)[SEQ], None)
     others = {user for user in tokens.users if user not in attends}
-    anchor = min(readers, key=writes.order)
+    anchor = min(found, key=writes.order)
     return DenseRead({tokens: (0, length)}, others, anchor, length)
 
 
@@ -250,9 +235,3 @@ def _accept(
         cache.write.reason = None
         place.kind, place.dense, place.reason = cache.write.kind, why, None
     return more
-
-
-def _bases(write: kinds.CacheWrite | None) -> list[Node]:
-    if write is None:
-        return []
-    return [node for node in (write.past, write.born) if node is not None]

@@ -120,6 +120,7 @@ class _Rewriter:
         )
         self.bindings: list[Binding] = []
         self.buffers: dict[CacheWrite, list[Node]] = {}
+        self.bound: dict[CacheWrite, int] = {}  # places in `bindings`
         self.blocks: dict[bool, torch.SymInt] = {}  # by `read_only`
         self.extra_inputs: list[Any] = []
         self.replaced: dict[Node, Node] = {}
@@ -131,14 +132,13 @@ class _Rewriter:
             for role, write in (("key", match.key), ("value", match.value)):
                 if write is not None and write not in self.buffers:
                     self.bind(match, write, role, layer)
-        readers = [match.key for match in matches if not match.dense]
-        for order, match in enumerate(m for m in matches if not m.dense):
-            first, last = match.key not in readers[:order], match.key not in readers[order + 1 :]
-            self.replace(match, first, last)
-        for match in matches:
-            if match.dense:
-                for write in (match.key, match.value):
-                    self.read_dense(write) if write is not None else None
+        fused = [match for match in matches if not match.dense]
+        last = {match.key: match for match in fused}
+        first = {match.key: match for match in reversed(fused)}
+        for match in fused:
+            self.replace(match, match is first[match.key], match is last[match.key])
+        for write in (write for match in matches if match.dense for write in match.writes):
+            self.read_dense(write)
         kept_outputs = self.drop_outputs()
         kept_args = self.drop_cache_inputs()
         for node in self.graph.nodes:  # marks that hold nodes are of no use to the compiler
@@ -196,7 +196,7 @@ class _Rewriter:
             count = 0
         tensor = None if write.past is None else tensor_of(write.past)
         arg = None if tensor is None else self.placeholders.index(tensor)
-        cache = write.past if write.past is not None else write.born
+        cache = write.base
         length = cache.meta["val"].shape[2] if cache is not None else 0
         spec = self.config.spec(role, head_dim, tokens.dtype, layer)
         if growing or read_only:
@@ -225,7 +225,7 @@ class _Rewriter:
             )
             for field, value in zip(Buffers._fields, values, strict=True)
         ]
-        self.buffers[write] = nodes
+        self.buffers[write], self.bound[write] = nodes, len(self.bindings)
         start = write.positions if write.positions is not None else write.start
         self.bindings.append(
             Binding(
@@ -244,9 +244,7 @@ class _Rewriter:
                 start=start if start is not None else 0,
                 device=tokens.device,
                 source=match.source_name or name,
-                keys=list(self.buffers).index(match.key)
-                if role == "value" and not match.dense
-                else None,
+                keys=self.bound[match.key] if role == "value" and not match.dense else None,
                 layout=None if part is None else Layout(part.lead, part.order),
                 part=() if part is None else part.index,
                 returned=None if write.returned is None else Layout((), write.returned),
@@ -278,9 +276,7 @@ class _Rewriter:
                 target = torch.ops.hqmq.write_attend.default
                 exact = self.config.prefill == "exact"
                 args = (key.tokens, value.tokens, *self._slots(key), *buffers, *attend, *medians)
-                args = (*args, exact, *ending)
-                if not (first_reader and last_reader):
-                    args = (*args, first_reader, last_reader)
+                args = (*args, exact, *ending, first_reader, last_reader)
             args = tuple(self.now(a) if isinstance(a, Node) else a for a in args)
             node = self.graph.call_function(target, (self.now(attention.query), *args))
         node.meta = {k: v for k, v in attention.node.meta.items() if k != "eager_input_vals"}
@@ -337,12 +333,10 @@ class _Rewriter:
         ]
 
     def _specs(self, *writes: CacheWrite) -> list[CacheSpec]:
-        order = list(self.buffers)
-        return [self.bindings[order.index(w)].spec for w in writes]
+        return [self.bindings[self.bound[write]].spec for write in writes]
 
     def _length(self, write: CacheWrite) -> Any:
-        cache = write.past if write.past is not None else write.born
-        length = cache.meta["val"].shape[2]
+        length = write.base.meta["val"].shape[2]
         return length if isinstance(length, int) else self._size_node(length)
 
     def _size_node(self, value: torch.SymInt) -> Node | int:

@@ -36,7 +36,7 @@ class Variants:
             assert nodes, "nothing was rewritten"
             names = [a.name for a in nodes[0].target._schema.arguments]
             for node in nodes:
-                named = dict(zip(names, node.args, strict=False))  # the last have defaults
+                named = dict(zip(names, node.args, strict=True))
                 self.spoil(named)
                 assert list(named.values()) != list(node.args), "nothing was spoiled"
                 node.args = tuple(named.values())
