@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -86,6 +87,23 @@ def _use_triton(kernel: str, device: torch.device, *specs: CacheSpec) -> bool:
     return reason is None
 
 
+def _fused(kernel: str, query: torch.Tensor, heads: int, *specs: CacheSpec) -> Callable | None:
+    """What reads the codes for this attention on the CPU, or None: decode them; says once why."""
+    if kernel == "torch" or query.device.type != "cpu":
+        return None
+    from .kernels import cpu
+
+    if query.shape[1] // heads * query.shape[2] > cpu.MAX_ROWS:
+        return None  # many rows are served better by decoding once
+    reason = next((r for r in map(cpu.why_not, specs) if r), None)
+    if reason:
+        _log_once(f"hqmq: falling back to the plain torch ops: {reason}")
+        return None
+    from .kernels.cpu_tile import read_tile
+
+    return read_tile
+
+
 def _consecutive(positions: torch.Tensor | None, start: int, count: int) -> int | None:
     """The first slot if the slots follow each other, else None."""
     if positions is None:
@@ -139,9 +157,10 @@ def _write_attend(query, key, value, positions, start, keep, limit, *rest):
         )
     elif opens:
         store()
+    fused = _fused(kernel, query, key.shape[1], key_spec, value_spec)
     out = _attend.attend(
         query, key_spec, seen[0], value_spec, seen[1], origin + first, length,
-        fresh=fresh, **options,
+        fresh=fresh, fused=fused, **options,
     )  # fmt: skip
     if ahead and closes:
         store()
@@ -218,8 +237,9 @@ def _attend_op(query, *rest):
         )  # fmt: skip
     origin = int(key_buffers.state[START])
     return _attend.attend(
-        query, key_spec, key_buffers, value_spec, value_buffers, origin + first, length, **options
-    )
+        query, key_spec, key_buffers, value_spec, value_buffers, origin + first, length,
+        fused=_fused(kernel, query, key_buffers.codes.shape[1], key_spec, value_spec), **options,
+    )  # fmt: skip
 
 
 @_implement("dequantize")

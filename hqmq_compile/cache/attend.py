@@ -1,21 +1,38 @@
-"""Attention over packed caches in plain torch: the reference of the attention kernels.
+"""Attention over packed caches on the CPU, and the reference of the GPU kernels.
 
 Reads the cache a tile at a time (never the whole of it in float32) and merges the tiles by their
-running maximum and sum, as split-KV kernels do. Accumulates in float32.
+running maximum and sum, as split-KV kernels do. Accumulates in float32. Products with the cache are
+plain torch on decoded tokens, or those of `kernels/cpu_tile.py`, which reads the codes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 
 from ..codec.spec import CacheSpec
-from .buffers import PACKED, Buffers
+from .buffers import LENGTH, PACKED, Buffers
 from .read import read_slots
 
 TILE = 1 << 19  # elements dequantized at once: 2 MB of float32, some of it still in cache when read
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseTile:
+    """Tokens as they are."""
+
+    values: torch.Tensor  # float32 [B, H, n, D]
+
+    def scores(self, rows: torch.Tensor) -> torch.Tensor:
+        """Products of `rows` `[B, H, R, D]` and every token, `[B, H, R, n]`."""
+        return torch.matmul(rows, self.values.mT)
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """The sum of the tokens, weighted by `[B, H, R, n]`: `[B, H, R, D]`."""
+        return torch.matmul(weights, self.values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +59,15 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     fresh: Fresh | None = None,
+    fused: Callable | None = None,
 ) -> torch.Tensor:
     """Scaled-dot-product attention of `query` `[B, Hq, n, D]` over absolute slots first..first+length-1.
 
     `mask` is bool (True: visible) or additive, broadcastable to `[B, Hq, n, length]`. `causal` has the
     meaning of `scaled_dot_product_attention`: query i sees keys 0..i of the slots read. `softcap` c > 0
     maps logits to c tanh(logit / c). `sinks` `[Hq]` are extra logits that take probability and no value
-    (gpt-oss). Returns `[B, Hq, n, Dv]` in the dtype of `query`; a row that sees nothing is zero.
+    (gpt-oss). `fused` makes the tiles instead of `DenseTile`: `kernels.cpu_tile.read_tile`. Returns
+    `[B, Hq, n, Dv]` in the dtype of `query`; a row that sees nothing is zero.
     """
     batch, query_heads, n, _ = query.shape
     heads = key.codes.shape[1]
@@ -57,7 +76,7 @@ def attend(
         out = _attend_fresh(query, first, length, scale, mask, causal, softcap, sinks, fresh)
         if out is not None:
             return out
-    rows = query.reshape(batch, heads, group * n, -1).float()
+    rows = query.reshape(batch, heads, group * n, -1).float() * scale
     bias, visible = _canonical_mask(mask, n, length, causal, query.device)
     top = torch.full((batch, heads, group * n, 1), -math.inf, device=query.device)
     total = torch.zeros_like(top)
@@ -67,16 +86,18 @@ def attend(
         top = top.reshape(batch, heads, group * n, 1).clone()
         total = torch.ones_like(top)
     key_state, value_state = key.state.tolist(), value.state.tolist()
-    step = max(TILE // (batch * heads * max(key_spec.head_dim, value_spec.head_dim)), 1)
-    packed = key_state[PACKED] - first  # codes and ring in tiles of their own: no copy joins them
-    for a, b in _tiles(length, step, packed):
+    widest = group * n if fused else max(key_spec.head_dim, value_spec.head_dim)
+    step = max(TILE // (batch * heads * widest), 1)
+    border = (key_state[LENGTH] if fused else key_state[PACKED]) - first
+    for a, b in _tiles(length, step, border):
         if visible is not None:  # skip what no query of this call can see
             seen = visible[a:b].nonzero()
             if not len(seen):
                 continue
             a, b = a + int(seen[0]), a + int(seen[-1]) + 1
-        keys = _tile(key_spec, key, first + a, first + b, key_state, fresh and fresh.key, fresh)
-        scores = torch.matmul(rows, keys.transpose(-1, -2)).mul_(scale)
+        slots = (first + a, first + b)
+        keys = _tile(key_spec, key, *slots, key_state, fresh and fresh.key, fresh, fused)
+        scores = keys.scores(rows)
         if softcap:
             scores = torch.tanh(scores / softcap).mul_(softcap)
         scores = scores.view(batch, query_heads, n, b - a)
@@ -96,10 +117,8 @@ def attend(
         scores = scores.sub_(safe).exp_()
         shrink = torch.exp(top - safe)
         total = total * shrink + scores.sum(-1, keepdim=True)
-        values = _tile(
-            value_spec, value, first + a, first + b, value_state, fresh and fresh.value, fresh
-        )
-        acc = acc * shrink + torch.matmul(scores, values)
+        values = _tile(value_spec, value, *slots, value_state, fresh and fresh.value, fresh, fused)
+        acc = acc * shrink + values.weighted_sum(scores)
         top = higher
     out = acc / torch.where(total == 0, 1.0, total)
     return out.view(batch, query_heads, n, -1).to(query.dtype)
@@ -111,20 +130,20 @@ def _tiles(length: int, step: int, border: int) -> list[tuple[int, int]]:
     return [(a, min(a + step, end)) for begin, end in parts for a in range(begin, end, step)]
 
 
-def _tile(spec, buffers, first, last, state, exact, fresh) -> torch.Tensor:
-    """Slots first..last-1, float32; tokens of this call as they came where `exact` is given."""
-    if fresh is None:
-        return read_slots(spec, buffers, first, last, state)
-    a, b = max(first, fresh.slot), min(last, fresh.slot + exact.shape[2])
-    if a >= b:
-        return read_slots(spec, buffers, first, last, state)
-    parts = []
-    if first < a:
-        parts.append(read_slots(spec, buffers, first, a, state))
-    parts.append(exact[:, :, a - fresh.slot : b - fresh.slot].float())
-    if b < last:
-        parts.append(read_slots(spec, buffers, b, last, state))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+def _tile(spec, buffers, first, last, state, exact, fresh, fused):
+    """Slots first..last-1; tokens of this call as they came where `exact` is given."""
+    if fresh is not None:
+        a, b = max(first, fresh.slot), min(last, fresh.slot + exact.shape[2])
+        if a < b:
+            parts = [exact[:, :, a - fresh.slot : b - fresh.slot].float()]
+            if first < a:
+                parts.insert(0, read_slots(spec, buffers, first, a, state))
+            if b < last:
+                parts.append(read_slots(spec, buffers, b, last, state))
+            return DenseTile(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+    if fused is not None:
+        return fused(spec, buffers, first, last, state)
+    return DenseTile(read_slots(spec, buffers, first, last, state))
 
 
 def _canonical_mask(mask, n, length, causal, device):

@@ -121,36 +121,29 @@ def codewords(spec: CacheSpec, heads: int, device: torch.device | str = "cpu") -
 @cached_table(256)
 def _index_table(key: tuple, index_bits: int, device: torch.device) -> Tensor:
     half = _codewords(key, torch.device("cpu"))
-    table = torch.zeros(len(half), 2, 2 ** (index_bits - 1), 4, dtype=torch.float32)
-    table[:, 0, : half.shape[1]] = half.float()
-    table[:, 1, : half.shape[1]] = -half.float()
+    table = torch.zeros(len(half), 2, 2 ** (index_bits - 1), 4, dtype=torch.int16)
+    table[:, 0, : half.shape[1]] = half
+    table[:, 1, : half.shape[1]] = -half.to(torch.int16)
     return table.flatten(1, 2).to(device)
 
 
 @cached_table(64)
-def _scaled_index_table(key: tuple, index_bits: int, device: torch.device) -> Tensor:
-    return (_index_table(key, index_bits, torch.device("cpu")) / 127).to(device)
-
-
-@cached_table(64)
 def _word_table(key: tuple, index_bits: int, levels: tuple, device: torch.device) -> Tensor:
-    codes = torch.tensor(levels, dtype=torch.float32)
+    codes = torch.tensor(levels, dtype=torch.int16)
     table = _index_table(key, index_bits, torch.device("cpu"))
-    # Integer products are exact in float32, so each entry is rounded once.
-    table = (table.unsqueeze(-2) * codes[:, None]) / (127 * codes[-1])
-    return table.flatten(1, 2).contiguous().to(device)
+    return (table.unsqueeze(-2) * codes[:, None]).flatten(1, 2).contiguous().to(device)
 
 
 def index_table(spec: CacheSpec, heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """`[heads or 1, 2^index_bits, 4]` float32: ± codeword / 127 by index field; unused rows 0."""
-    return _scaled_index_table(_key(spec, heads), spec.index_bits, torch.device(device))
+    """`[heads or 1, 2^index_bits, 4]` int16: ± codeword x 127 by index field; unused rows 0."""
+    return _index_table(_key(spec, heads), spec.index_bits, torch.device(device))
 
 
 def word_table(spec: CacheSpec, heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """`[heads or 1, 2^(radius_bits + index_bits), 4]` float32, by word without its flag bit.
+    """`[heads or 1, 2^(radius_bits + index_bits), 4]` int16, by word without its flag bit.
 
-    The entry is level / top_level · (± codeword / 127): a chunk whose scale is 1. Rows of the
-    escape code, of level 0 and of unused indices are 0. Kept per device.
+    The entry is level · (± codeword x 127), an integer below 2^15: exact, and half as many bytes as
+    float32. Rows of the escape code, of level 0 and of unused indices are 0. Kept per device.
     """
     levels = tuple(code + spec.level_offset for code in range(2**spec.radius_bits))
     return _word_table(_key(spec, heads), spec.index_bits, levels, torch.device(device))

@@ -299,17 +299,15 @@ def encode_tokens(
 _TABLE_BITS = 17  # larger word tables fall out of the caches: look up the index, then multiply
 
 
-def _gather(table: Tensor, rows: Tensor) -> Tensor:
-    # [N, 4] float32 rows; read as one 16-byte element each, which index_select copies fastest.
-    flat = table.view(torch.complex128).view(-1)
-    picked = flat.index_select(0, rows.reshape(-1)).view(torch.float32)
-    return picked.view(*rows.shape, CHUNK)
+def unit(spec: CacheSpec) -> float:
+    """What 1 in `decode_units` stands for in a token of scale 1."""
+    return 1 / (127 * spec.top_level)
 
 
-def decode_words(spec: CacheSpec, words: Tensor) -> Tensor:
-    """Chunks of scale 1, `[B, H, ..., C]` int32 words to `[B, H, ..., C, 4]` float32.
+def decode_units(spec: CacheSpec, words: Tensor) -> Tensor:
+    """`[B, H, ..., C]` int32 words to `[B, H, ..., C, 4]` int16: level · codeword x 127, exact.
 
-    Times the scale, this is the chunk. Outliers and level 0 read as zeros.
+    Times the token's scale and `unit(spec)`, this is the chunk. Outliers and level 0 are zeros.
     """
     bits = spec.radius_bits + spec.index_bits
     if flagged := spec.has_flag_bit:
@@ -325,13 +323,19 @@ def decode_words(spec: CacheSpec, words: Tensor) -> Tensor:
     if haar:
         offset = torch.arange(words.shape[1], device=words.device, dtype=torch.int32) * entries
         rows = rows + offset.view(-1, *[1] * (words.dim() - 2))
-    out = _gather(table, rows)
+    flat = table.view(torch.int64).view(-1)  # a row is one 8-byte element: copied fastest
+    out = flat.index_select(0, rows.reshape(-1)).view(torch.int16).view(*rows.shape, CHUNK)
     if rows is not words:
         level = (words & (2**spec.radius_bits - 1)) + spec.level_offset
-        out *= (level.float() * (1 / spec.top_level)).unsqueeze(-1)
+        out *= level.to(torch.int16).unsqueeze(-1)
     if flagged:
-        out.masked_fill_(outliers.unsqueeze(-1), 0.0)
+        out.masked_fill_(outliers.unsqueeze(-1), 0)
     return out
+
+
+def decode_words(spec: CacheSpec, words: Tensor) -> Tensor:
+    """Chunks of scale 1, `[B, H, ..., C]` int32 words to `[B, H, ..., C, 4]` float32."""
+    return decode_units(spec, words).float().mul_(unit(spec))
 
 
 def decode_blocks(
@@ -351,8 +355,8 @@ def decode_blocks(
     check(spec)
     words = unpack_words(codes, spec)
     filled = scales[..., 0] != 0
-    out = decode_words(spec, words).flatten(-2)
-    scale = radius.scale_decode(spec, scales)
+    out = decode_units(spec, words).flatten(-2).float()
+    scale = radius.scale_decode(spec, scales).mul_(unit(spec))
     for group in range(spec.scale_groups):
         part = out if spec.scale_groups == 1 else out[..., 64 * group : 64 * (group + 1)]
         part *= scale[..., group : group + 1]

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from .spec import CacheSpec
-
-# To spread a byte over its fields: view the byte as an integer of one byte per field, shift copies
-# into place, mask.
-_SPREAD = {
-    4: (torch.int16, (4,), 0x0F0F),
-    2: (torch.int32, (6, 12, 18), 0x03030303),
-}
-_ONES, _BITS = 0x0101010101010101, 0x8040201008040201 - 2**64
+from .tables import cached_table
 
 
 def pack_words(words: Tensor, spec: CacheSpec) -> Tensor:
@@ -45,33 +38,46 @@ def pack_words(words: Tensor, spec: CacheSpec) -> Tensor:
 
 def unpack_words(rows: Tensor, spec: CacheSpec) -> Tensor:
     """`[..., row_bytes]` uint8 rows to `[..., C]` int32 words."""
-    words, shift, start = None, 0, 0
+    lane = torch.int16 if spec.word_bits <= 16 else torch.int32  # narrow ones: half the traffic
+    lanes = torch.empty((*rows.shape[:-1], spec.chunks), dtype=lane, device=rows.device)
+    shift = start = 0
     for width in spec.planes:
         count = (spec.chunks * width + 7) // 8
-        field = _unpack_plane(rows[..., start : start + count], width)[..., : spec.chunks].int()
+        plane = rows[..., start : start + count]
         if width == 16:
-            field &= 0xFFFF
-        if shift:
-            field <<= shift
-        words = field if words is None else words.bitwise_or_(field)
+            lanes.copy_(_pairs(plane))
+        else:
+            field = _spread(plane, width, shift, lane)[..., : spec.chunks]
+            lanes = lanes.bitwise_or_(field) if shift else lanes.copy_(field)
+        if width == 16 and lane is torch.int32:
+            lanes &= 0xFFFF
         start, shift = start + count, shift + width
-    return words
+    words = lanes.int()
+    return words.bitwise_and_(0xFFFF) if spec.word_bits == 16 else words
 
 
-def _unpack_plane(part: Tensor, width: int) -> Tensor:
-    if width == 16:
-        part = part.contiguous()
-        if part.storage_offset() % 2:  # a slice of rows of an odd length
-            part = part.clone()
-        return part.view(torch.int16)
+def _pairs(plane: Tensor) -> Tensor:
+    if plane.stride(-1) != 1 or any(size % 2 for size in plane.stride()[:-1]):
+        plane = plane.contiguous()
+    if plane.storage_offset() % 2:
+        plane = plane.clone(memory_format=torch.contiguous_format)
+    return plane.view(torch.int16)
+
+
+def _spread(plane: Tensor, width: int, shift: int, lane: torch.dtype) -> Tensor:
     if width == 8:
-        return part
-    if width == 1:
-        spread = (part.long() * _ONES) & _BITS
-        return spread.view(torch.uint8) != 0
-    dtype, shifts, mask = _SPREAD[width]
-    byte = part.to(dtype)
-    spread = byte
-    for shift in shifts:
-        spread = spread | (byte << shift)
-    return (spread & mask).contiguous().view(torch.uint8)
+        return plane.to(lane) << shift if shift else plane
+    # One lookup gives all the fields of a byte, shifted into place.
+    table = _spread_table(width, shift, lane, plane.device)
+    size = table.shape[1] * lane.itemsize
+    if size <= 16:  # a row that one element can hold is copied fastest
+        table = table.view({4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]).view(-1)
+    fields = table.index_select(0, plane.reshape(-1).int())
+    return fields.view(lane).view(*plane.shape[:-1], -1)
+
+
+@cached_table(64)
+def _spread_table(width: int, shift: int, lane: torch.dtype, device: torch.device) -> Tensor:
+    bits = torch.arange(0, 8, width, dtype=torch.int32)
+    fields = (torch.arange(256, dtype=torch.int32)[:, None] >> bits) & (2**width - 1)
+    return (fields << shift).to(lane).to(device)

@@ -11,10 +11,13 @@ from hqmq_compile.cache import attend as attention
 from hqmq_compile.cache.attend import Fresh, attend
 from hqmq_compile.cache.store import PackedKV
 from hqmq_compile.codec.spec import CacheSpec
+from hqmq_compile.kernels import cpu
+from hqmq_compile.kernels.cpu_tile import read_tile
 
 KEY = CacheSpec("key", 32, "float32", med3x=3.0, center="block", window=16, block=16, sink_tokens=2)
 VALUE = KEY.replace(role="value", med3x=0.0, center="none", head_dim=16)
 LENGTH, HEADS, GROUP = 150, 2, 3
+needs_compiler = pytest.mark.skipif(cpu.why_not(KEY) is not None, reason="no C++ compiler")
 
 
 def stores(length: int = LENGTH) -> tuple[PackedKV, PackedKV]:
@@ -57,10 +60,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("fused", [None, pytest.param(read_tile, marks=needs_compiler)])
 @pytest.mark.parametrize("tile", [16, 64, 1024])
 @pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("case", CASES)
-def test_attend_matches_formula(case, n, tile, monkeypatch):
+def test_attend_matches_formula(case, n, tile, fused, monkeypatch):
     monkeypatch.setattr(attention, "TILE", tile * 2 * HEADS * 32)
     options = dict(CASES[case])
     key, value = stores()
@@ -72,7 +76,8 @@ def test_attend_matches_formula(case, n, tile, monkeypatch):
         options["mask"] = mask if options["mask"] == "bool" else additive
     if "sinks" in options:
         options["sinks"] = torch.randn(HEADS * GROUP)
-    out = attend(query, KEY, key.buffers, VALUE, value.buffers, 0, LENGTH, scale=0.2, **options)
+    caches = (KEY, key.buffers, VALUE, value.buffers)
+    out = attend(query, *caches, 0, LENGTH, scale=0.2, fused=fused, **options)
     want = plain(query, key.dequantize(), value.dequantize(), 0.2, **options)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
 
