@@ -16,7 +16,10 @@ VENV ?= .venv
 PIP_ARGS ?=
 ARGS ?=
 MODEL ?= smollm2
-BENCHMARKS ?= cpu_decode memory compile_time
+BENCHMARKS ?= cpu_decode memory compile_time $(GPU_BENCHMARKS)
+# Nothing where torch sees no GPU. Evaluated when `bench` runs, with torch installed by then.
+GPU_BENCHMARKS ?= $(shell $(RUN) -c "import torch; \
+	print('decode_attention write_path end_to_end' if torch.cuda.is_available() else '')")
 EVALUATIONS ?=
 
 ifeq ($(strip $(VENV)),)

@@ -144,7 +144,9 @@ def main() -> None:
     options = parser(__doc__, model=None)
     options.add_argument("--seconds", type=float, default=0, help="stop after; 0: measure all")
     options.add_argument("--cases", nargs="+", type=_case, help="model,context,batch (0: largest)")
-    options.add_argument("--contenders", nargs="+", choices=[c.name for c in CONTENDERS])
+    options.add_argument(
+        "--contenders", nargs="+", choices=[c.name for c in CONTENDERS], metavar="NAME"
+    )
     options.add_argument("--layers", type=int, default=0, help="of the model; 0: all")
     options.add_argument("--steps", type=int, default=64, help="measured; 64 pack one block")
     options.add_argument("--warmup", type=int, default=5, help="steps before, which compile")

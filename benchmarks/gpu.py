@@ -82,7 +82,7 @@ def captured(calls: Sequence[Call], repeats: int = 1) -> torch.cuda.CUDAGraph:
         for call in (calls[0], *calls):
             call()
         torch.cuda.synchronize()
-        graph.capture_begin()
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             for _ in range(repeats):
                 for call in calls:
