@@ -49,8 +49,11 @@ def open_session(model: Any, contender: Contender, length: int) -> Session:
         from . import bf16_split_kv
 
         session.model.set_attn_implementation(bf16_split_kv.register())
+    backend = contender.backend
+    if backend == "hqmq":  # the function, so that a checkout need not be installed
+        from hqmq_compile.backend import hqmq as backend
     session.model.forward = torch.compile(
-        session.model.forward, backend=contender.backend, mode=contender.mode
+        session.model.forward, backend=backend, mode=contender.mode
     )
     return session
 

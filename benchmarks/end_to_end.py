@@ -24,12 +24,11 @@ from typing import Any
 import torch
 
 from . import gpu, largest_batch, shapes
-from .common import Table, parser, publish, set_threads
+from .common import RESULTS, Table, parser, publish, set_threads
 from .decode_session import CONTENDERS, HQMQ, INDUCTOR, SPLIT_KV, Result, run_contender
 
 K = 1024
 LARGEST = 0  # as a batch: the largest, up to 8, that a bf16 cache leaves room for
-
 
 CASES = (  # model, tokens of context, batch
     ("llama-3-8b", 128 * K, 1),
@@ -159,7 +158,8 @@ def main() -> None:
     set_threads(arguments.threads)
     if arguments.fit:
         table = largest_batch.fit(arguments, "cuda")
-        publish("end_to_end_fit", __doc__, [table], arguments.output)
+        output = arguments.output or RESULTS / "end_to_end_fit.md"
+        publish("end_to_end", __doc__, [table], output)
         return
     columns = (
         *("case", "tokens/s", "ms a step", "cache GiB", "peak GiB", "resident GiB", "logits"),
