@@ -71,12 +71,66 @@ BASELINES: dict[str, Callable[[], Method]] = {
     "additive VQ 5+5, helpers": lambda: helped(AdditiveVQ),
     "16 bit": lambda: Method(Codec(), Codec()),
 }
+
+
+def _recipe(**changes: Any) -> str:
+    return f"4bit{json.dumps(changes)}" if changes else "4bit"
+
+
+def _codes(key: tuple[int, int], value: tuple[int, int], **med3x: Any) -> str:
+    # "12+4" and so on: index bits and radius bits.
+    fields = {
+        role: {"secondary": 2 ** (index - 3) // 3, "radius_bits": radius}
+        for role, (index, radius) in (("key", key), ("value", value))
+    }
+    return _recipe(**fields, **({"med3x": med3x} if med3x else {}))
+
+
+# What of the recipe pays: each differs from the default in one thing.
+RECIPE = (
+    _recipe(),
+    _recipe(block=32),
+    _recipe(block=128),
+    _recipe(center="none"),
+    _recipe(med3x=None),
+    _recipe(med3x=None, rotate=True),
+    _recipe(med3x={"roles": ["key", "value"], "pool": 0.0625}),
+    _recipe(med3x={"pool": 0.09375}),
+    _recipe(med3x={"pool": 0.0625}),
+    _recipe(med3x={"pool": 0.03125}),
+    _recipe(med3x={"multiplier": 4.0, "pool": 0.0625}),
+    _recipe(med3x={"multiplier": 2.5}),
+    _recipe(med3x={"outliers": "16bit"}),
+    _recipe(window=32),
+    _recipe(window=128),
+    _recipe(sink_tokens=0),
+    _recipe(sink_tokens=16),
+)
+# Bits of keys and of values.
+SPLITS = (
+    _codes((12, 4), (8, 3)),
+    _codes((12, 3), (10, 3)),
+    _codes((11, 4), (10, 3)),
+    _codes((11, 3), (10, 3)),
+    _codes((10, 4), (10, 3)),
+    _codes((10, 3), (10, 3)),
+    _codes((10, 3), (9, 3)),
+    _codes((10, 3), (8, 3)),
+    _codes((10, 3), (8, 2)),
+    _codes((9, 3), (8, 3)),
+    _codes((12, 4), (11, 3)),
+    _codes((12, 4), (11, 4)),
+    _codes((12, 4), (12, 3)),
+    _codes((13, 4), (12, 3)),
+)
 MAIN = ("3bit", "4bit", "5bit")
 PAPER = ("s24_r3", "s48_r4", "s96_r4", "s192_r4", "s96_r6", "s192_r6")
 SETS: dict[str, tuple[str, ...]] = {
     "presets": (*MAIN, "paper"),
     "baselines": tuple(BASELINES),
     "paper": PAPER,
+    "recipe": RECIPE,
+    "splits": SPLITS,
 }
 SETS["all"] = (*SETS["presets"], *SETS["baselines"])
 
@@ -109,3 +163,23 @@ def method(case: str) -> Method:
     """The codecs of a case."""
     own = config(case)
     return BASELINES[case]() if own is None else Method.of(own)
+
+
+def label(case: str) -> str:
+    """A case as tables show it: `4bit, K 10+3, block 128`."""
+    if case in BASELINES or "{" not in case:
+        return case
+    preset, _, fields = case.partition("{")
+    parts, own = [preset], config(case)
+    for name, change in json.loads("{" + fields).items():
+        if name in ("key", "value"):
+            codec = getattr(own, name)
+            parts.append(f"{name[0].upper()} {codec.index_bits}+{codec.radius_bits}")
+            named = {"secondary", "radius_bits"}
+            parts += [f"{k} {v}" for k, v in change.items() if k not in named]
+        elif isinstance(change, dict):
+            both = "K and V Med3x" if "roles" in change else "Med3x"
+            parts.append(" ".join([both, *(f"{k} {v}" for k, v in change.items() if k != "roles")]))
+        else:
+            parts.append({"med3x": "no Med3x"}.get(name, f"{name} {change}"))
+    return ", ".join(parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .common import RESULTS, Table, publish
-from .quality_cases import BASELINES
+from .quality_cases import BASELINES, label
 
 COLUMNS = ("bits", "at 4096", "KL", "perplexity", "equal top token")
 
@@ -33,7 +33,8 @@ class Score:
     change_se: float
     perplexity: float  # of the unquantised model
     positions: int
-    outliers: float
+    outliers: float  # of the chunks of keys and of values
+    capped: float  # outliers of them that found no room
 
     @property
     def ours(self) -> bool:
@@ -74,7 +75,8 @@ def score(records: list[dict[str, Any]], text: str = "all") -> Score:
         change_se=change * more[1],
         perplexity=math.exp(base[0]),
         positions=int(sum(flat["count"])),
-        outliers=sum(r["key_outliers"] for r in records) / len(records),
+        outliers=sum(sum(r["outliers"]) / 2 for r in records) / len(records),
+        capped=sum(sum(r["capped"]) / 2 for r in records) / len(records),
     )
 
 
@@ -105,7 +107,7 @@ def table(model: str, points: list[Score]) -> Table:
     best = front(points)
     result = Table(f"{model}, {points[0].positions:,} positions", ("case", *COLUMNS))
     for p in points:
-        name = p.case + (" *" if p.case in best else "")
+        name = label(p.case) + (" *" if p.case in best else "")
         result.add(
             f"**{name}**" if p.ours else name,
             f"{p.bits:.2f}",
@@ -130,7 +132,7 @@ def draw(model: str, points: list[Score], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
-    for ours, colour, marker, label in (
+    for ours, colour, marker, legend in (
         (True, "tab:blue", "o", "hqmq"),
         (False, "tab:gray", "s", "other methods"),
     ):
@@ -139,7 +141,7 @@ def draw(model: str, points: list[Score], path: Path) -> None:
             continue
         x, y = [p.bits for p in some], [p.kl for p in some]
         bars = [min(p.kl_se, 0.9 * p.kl) if p.kl_se == p.kl_se else 0 for p in some]
-        axes.errorbar(x, y, yerr=bars, fmt=marker, color=colour, ms=4, capsize=2, label=label)
+        axes.errorbar(x, y, yerr=bars, fmt=marker, color=colour, ms=4, capsize=2, label=legend)
         for p in some:
             axes.annotate(
                 p.case, (p.bits, p.kl), fontsize=6, color=colour, xytext=(4, 2),

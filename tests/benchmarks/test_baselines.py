@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import baselines as b
-from benchmarks.quality_cases import BASELINES, SETS, config, method, named
+from benchmarks.quality_cases import BASELINES, SETS, config, label, method, named
 
 DIM = 64
 
@@ -114,3 +114,7 @@ def test_cases_by_name():
     for case in SETS["all"]:
         keys, values = method(case).bits(DIM, 4096)
         assert 2 < keys < 17 and 2 < values < 17
+    labels = [label(case) for cases in SETS.values() for case in cases]
+    assert len(set(labels)) == len({case for cases in SETS.values() for case in cases})
+    short = '3bit{"value": {"secondary": 10, "radius_bits": 2}, "med3x": null, "block": 32}'
+    assert label(short) == "3bit, V 8+2, no Med3x, block 32"

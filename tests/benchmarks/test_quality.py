@@ -26,7 +26,8 @@ def records(kl, count=64.0, case="4bit", bits=4.0):
     groups = len(kl)
     return {
         "model": "m", "case": case, "route": "fake", "text": "t", "bits": [bits, bits],
-        "bits_at": bits, "allocated": None, "key_outliers": 0.0, "count": [count] * groups,
+        "bits_at": bits, "allocated": None, "outliers": [0.0, 0.0],
+        "capped": [0.0, 0.0], "count": [count] * groups,
         "kl": [k * count for k in kl], "same": [count] * groups, "more": [0.64] * groups,
         "base": [128.0] * groups,
     }  # fmt: skip
