@@ -237,13 +237,13 @@ def run(o: argparse.Namespace) -> None:
     o.records.parent.mkdir(parents=True, exist_ok=True)
     loaded = None
     for name, text, cases in missing(o):
-        if loaded != name:
-            model, tokenizer = load(name)
-            loaded = name
         try:
+            if loaded != name:
+                model, tokenizer = load(name)
+                loaded = name
             ids = token_ids(tokenizer, text, o.tokens, skip=o.skip)
-        except FileNotFoundError as error:
-            print(f"left out: {error}")
+        except FileNotFoundError as error:  # a model not fetched, or a text not installed
+            print(f"left out: {error}", flush=True)
             continue
         start = o.prefill if o.prefill < o.tokens else GROUP
         step = max(1, -(-(o.tokens - 1 - start) // o.positions))
