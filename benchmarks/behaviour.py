@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,13 @@ from torch import Tensor
 from .common import RESULTS, Session, Table, parser, progress, publish, set_threads
 from .models import load, token_ids
 from .quality import calibrate, fake, read, shape_of
-from .quality_cases import config, label, method, named
+from .quality_cases import fingerprint, label, method, named
 
-WORDS = [
+WORDS = re.findall(
+    r"\w+",
+    "amber basil cedar delta ember fjord grove hazel indigo jasper kernel lotus maple nectar "
+    "onyx pepper quartz raven saffron thistle umber velvet willow yarrow zephyr",
+)
     "amber",
     "basil",
     "cedar",
@@ -171,9 +176,8 @@ def run(o: Any) -> None:
 
 
 def _key(o: Any, model: str, tokens: int, task: str, seed: int, case: str) -> list[Any]:
-    own = config(case)
     rest = [o.greedy] if task == "greedy" else []
-    return [model, o.text, tokens, task, seed, case, own and own.to_dict()["_data"], *rest]
+    return [model, o.text, tokens, task, seed, case, fingerprint(case), *rest]
 
 
 def tables(o: Any) -> list[Table]:

@@ -35,7 +35,7 @@ from torch import Tensor
 from .common import RESULTS, Session, parser, progress, set_threads
 from .faithful import Codec, Method, calls_of, through
 from .models import load, token_ids
-from .quality_cases import config, method, named
+from .quality_cases import config, fingerprint, method, named
 
 TEXTS = ("python-docs", "python-source", "debian-handbook")
 GROUP = 64  # neighbouring positions that are one sample of a standard error
@@ -165,12 +165,11 @@ def allocated_bits(model: Any, case: str) -> float | None:
 
 def key_of(o: argparse.Namespace, model: str, text: str, case: str) -> dict[str, Any]:
     """What must be equal for a record to count as this measurement."""
-    own = config(case)
     return {
         "model": model,
         "text": text,
         "case": case,
-        "config": own and own.to_dict()["_data"],
+        "config": fingerprint(case),
         "route": o.route if o.route == "fake" else f"product, {o.cache}",
         "tokens": o.tokens,
         "skip": o.skip,

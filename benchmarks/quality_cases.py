@@ -165,6 +165,17 @@ def method(case: str) -> Method:
     return BASELINES[case]() if own is None else Method.of(own)
 
 
+def fingerprint(case: str) -> str | None:
+    """What a config stores, so that a changed preset is measured anew; None for a baseline."""
+    own = config(case)
+    if own is None:
+        return None
+    plain = dataclasses.replace(own, layers={})
+    specs = [str(plain.spec(role, 64, "bfloat16")) for role in ("key", "value")]
+    layers = {str(n): change for n, change in own.layers.items()}
+    return json.dumps([*map(json.loads, specs), own.prefill, layers], sort_keys=True, default=str)
+
+
 def label(case: str) -> str:
     """A case as tables show it: `4bit, K 10+3, block 128`."""
     if case in BASELINES or "{" not in case:
