@@ -33,32 +33,6 @@ WORDS = re.findall(
     "amber basil cedar delta ember fjord grove hazel indigo jasper kernel lotus maple nectar "
     "onyx pepper quartz raven saffron thistle umber velvet willow yarrow zephyr",
 )
-    "amber",
-    "basil",
-    "cedar",
-    "delta",
-    "ember",
-    "fjord",
-    "grove",
-    "hazel",
-    "indigo",
-    "jasper",
-    "kernel",
-    "lotus",
-    "maple",
-    "nectar",
-    "onyx",
-    "pepper",
-    "quartz",
-    "raven",
-    "saffron",
-    "thistle",
-    "umber",
-    "velvet",
-    "willow",
-    "yarrow",
-    "zephyr",
-]
 CASES = ("16 bit", "5bit", "4bit", "3bit", "KIVI-4", "KIVI-2", "TurboQuant 4 bit", "int4")
 
 
