@@ -20,7 +20,8 @@ BENCHMARKS ?= cpu_decode memory compile_time $(GPU_BENCHMARKS)
 # Nothing where torch sees no GPU. Evaluated when `bench` runs, with torch installed by then.
 GPU_BENCHMARKS ?= $(shell $(RUN) -c "import torch; \
 	print('decode_attention write_path end_to_end' if torch.cuda.is_available() else '')")
-EVALUATIONS ?=
+# Of the models that were fetched; also: paper_tables behaviour. ARGS="--cases all": every baseline.
+EVALUATIONS ?= quality
 
 ifeq ($(strip $(VENV)),)
   RUN := $(PYTHON)
@@ -61,9 +62,6 @@ bench: $(DEMO_READY) $(MODEL_READY)
 eval: $(DEMO_READY) $(MODEL_READY)
 	@set -e; for name in $(EVALUATIONS); do \
 	  echo "== benchmarks.$$name"; $(RUN) -m benchmarks.$$name $(ARGS); done
-ifeq ($(strip $(EVALUATIONS)),)
-	@echo "to come: KL and perplexity against the unquantized model and other KV caches"
-endif
 
 # Brings the small real model (92 MB) into ~/.cache/hqmq-compile, once.
 model: $(DEMO_READY)
