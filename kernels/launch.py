@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -129,7 +130,20 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _on_its_device(entry: Callable) -> Callable:
+    """Launch where the tensors are: Triton takes the current device, as for a model on two GPUs."""
+
+    @functools.wraps(entry)
+    def launch(*args, **kwargs):
+        first = next(a for a in args if isinstance(a, torch.Tensor | Buffers))
+        with torch.cuda.device_of(first.codes if isinstance(first, Buffers) else first):
+            return entry(*args, **kwargs)
+
+    return launch
+
+
 # -- reading -----------------------------------------------------------------------------------
+@_on_its_device
 def dequantize(
     spec: CacheSpec, buffers: Buffers, length: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -146,6 +160,7 @@ def dequantize(
     return read.dequantize(spec, buffers, 0, length, out) if out.numel() else out
 
 
+@_on_its_device
 def attend(
     query: torch.Tensor,
     key_spec: CacheSpec,
@@ -235,6 +250,7 @@ def _attend(
 
 
 # -- writing -----------------------------------------------------------------------------------
+@_on_its_device
 def write(
     spec: CacheSpec,
     buffers: Buffers,
@@ -283,6 +299,7 @@ def _write(spec, buffers, tokens, positions, start, keep, limit, median) -> torc
     return write_now.write_now(spec, buffers, tokens, positions, start, keep, limit, median)
 
 
+@_on_its_device
 def write_attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -358,6 +375,7 @@ def write_attend(
     return _attend(query, *caches, first, length, origin, None, None, 0, options)
 
 
+@_on_its_device
 def write_read(
     spec: CacheSpec,
     buffers: Buffers,

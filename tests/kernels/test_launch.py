@@ -84,3 +84,53 @@ def test_no_slots_give_zeros(device):
     assert (launch.attend(query, spec, buffers, spec, buffers, 0, 0, scale=1.0) == 0).all()
     launch.write(spec, buffers, random_tokens(spec, 1, 2, 0).to(device))
     assert launch.dequantize(spec, buffers, 0).shape == (1, 2, 0, 64)
+
+
+def test_launches_where_the_tensors_are(monkeypatch):
+    """Triton launches on the current device, which need not be that of a layer."""
+    seen = []
+
+    class Guard:
+        def __init__(self, tensor):
+            seen.append(tensor)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return False
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    spec = small("value")
+    buffers, tokens, query = filled(spec), random_tokens(spec, 1, 2, 1), torch.randn(1, 2, 1, 64)
+    calls = {
+        launch.dequantize: (spec, buffers, 1),
+        launch.attend: (query, spec, buffers, spec, buffers, 0, 1),
+        launch.write: (spec, buffers, tokens),
+        launch.write_attend: (query, tokens, tokens, None, 0, 0, 0, buffers, buffers, 0, 1, None,
+                              None, True, spec, spec),
+        launch.write_read: (spec, buffers, tokens, None, 0, 0, 0, 0, 1, None, True),
+    }  # fmt: skip
+    monkeypatch.setattr(launch, "why_not", lambda *_: "here it ends")
+    for entry, args in calls.items():
+        options = {"scale": 1.0} if entry in (launch.attend, launch.write_attend) else {}
+        with pytest.raises(NotImplementedError, match="here it ends"):
+            entry(*args, **options)
+    assert len(seen) == len(calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_gpu_while_the_first_is_current():
+    spec = small("value")
+    tokens, query = random_tokens(spec, 1, 2, 100), torch.randn(1, 2, 1, 64)
+    outs = []
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            buffers = copy_to(filled(spec, slots=128), "cuda:1")
+            launch.write(spec, buffers, tokens.to("cuda:1"))
+            out = launch.attend(query.to("cuda:1"), spec, buffers, spec, buffers, 0, 100, scale=1.0)
+            outs.append((*buffers, out, launch.dequantize(spec, buffers, 100)))
+            torch.cuda.synchronize("cuda:1")
+    for one, other in zip(*outs, strict=True):
+        assert torch.equal(one, other)
