@@ -247,7 +247,12 @@ class HQMQConfig:
         return dataclasses.replace(self, **changes) if changes else self
 
     def spec(
-        self, role: str, head_dim: int, dtype: torch.dtype | str, layer: int = 0
+        self,
+        role: str,
+        head_dim: int,
+        dtype: torch.dtype | str,
+        layer: int = 0,
+        first_head: int = 0,
     ) -> CacheSpec | None:
         """Codec and layout of the cache tensor of one layer.
 
@@ -256,6 +261,7 @@ class HQMQConfig:
             head_dim: its last dimension.
             dtype: of the user's cache tensor.
             layer: index of the attention in the model.
+            first_head: number of its first KV head in the model, where ranks hold some heads each.
 
         Returns:
             The spec, or None where `layers` leaves the layer in 16 bits.
@@ -288,8 +294,9 @@ class HQMQConfig:
             "role": role,
             "head_dim": head_dim,
             "dtype": name,
-            # Only random codebooks differ by layer; otherwise layers share tables and kernels.
+            # Only random codebooks differ by layer and head; otherwise these share tables and kernels.
             "layer": layer if codec.codebook == "haar" else 0,
+            "first_head": first_head if codec.codebook == "haar" else 0,
             "center": config.center if is_key else "none",
             "rotate": config.rotate and is_key,
             "sink_tokens": config.sink_tokens,

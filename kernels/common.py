@@ -157,11 +157,12 @@ def _codebook_of(spec: CacheSpec) -> CacheSpec:
         codebook=spec.codebook,
         seed=spec.seed if haar else 0,
         layer=spec.layer if haar else 0,
+        first_head=spec.first_head if haar else 0,
     )
 
 
 def tables(spec: CacheSpec, heads: int, device: torch.device) -> Tables:
-    """The tables of a spec for KV heads 0..heads-1."""
+    """The tables of a spec for `heads` KV heads from `first_head` on."""
     heads = heads if spec.codebook == "haar" else 1
     return _tables(_codebook_of(spec), heads, device)
 

@@ -17,9 +17,17 @@ from typing import Any
 import torch
 import torch._guards
 import torch.fx.traceback
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -99,13 +107,49 @@ def normalize(
 
 
 class _Tracer(Interpreter):
-    """Runs the Dynamo graph; floats that `dynamic=True` made inputs are specialised by a guard."""
+    """Runs the Dynamo graph; floats that `dynamic=True` made inputs are specialised by a guard.
+
+    What touches a wrapper subclass (a DTensor, a quantized weight) or an opaque object (its device
+    mesh) stays the call that Dynamo wrote: torch unwraps subclasses below this level. So collectives
+    of DTensors are left to inductor, and only plain tensors become ATen.
+    """
 
     def run_node(self, n: Node) -> Any:
+        self.node = n
         value = n.meta.get("example_value")
         if n.op == "call_method" and n.target == "item" and isinstance(value, torch.SymFloat):
             return float(value)
         return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if self._is_opaque(args, kwargs):
+            return self._as_it_is(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if self._is_opaque(args, kwargs):
+            return self._as_it_is(target, args, kwargs)
+        return super().call_method(target, args, kwargs)
+
+    def _is_opaque(self, args: tuple, kwargs: dict) -> bool:
+        values = tree_leaves((args, kwargs, self.node.meta.get("example_value")))
+        return any(isinstance(v, FakeScriptObject) or is_subclass(v) for v in values)
+
+    def _as_it_is(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        tracer = get_proxy_mode().tracer
+        args, kwargs = tree_map(tracer.unwrap_proxy, (args, kwargs))
+        proxy = tracer.create_proxy(self.node.op, target, args, kwargs)
+        with disable_proxy_modes_tracing():
+            result = tree_map(
+                lambda v: _plain_fake(v) if isinstance(v, FakeTensor) else v,
+                self.node.meta.get("example_value"),
+            )
+            return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def is_subclass(value: Any) -> bool:
+    """Whether `value` is a wrapper subclass whose inside torch unwraps below pre-dispatch ATen."""
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def is_packed(value: Any) -> bool:

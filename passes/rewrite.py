@@ -23,6 +23,7 @@ from ..cache.parts import Layout
 from ..codec.spec import CacheSpec
 from ..config import HQMQConfig
 from . import med3x
+from .global_heads import shard_of
 from .graph_types import GROWING, OUT_OF_PLACE, READ_ONLY, CacheWrite, Match, part_of, tensor_of
 from .normalize import PlaceholderInfo, output_args
 
@@ -198,7 +199,9 @@ class _Rewriter:
         arg = None if tensor is None else self.placeholders.index(tensor)
         cache = write.base
         length = cache.meta["val"].shape[2] if cache is not None else 0
-        spec = self.config.spec(role, head_dim, tokens.dtype, layer)
+        origin = match.attention.query if read_only else write.tokens
+        first_head = shard_of(origin) * heads if isinstance(heads, int) else 0
+        spec = self.config.spec(role, head_dim, tokens.dtype, layer, first_head)
         if growing or read_only:
             hint = growing_blocks(spec, _hint(length) + _hint(count))
             blocks = self.block_count(hint, read_only)

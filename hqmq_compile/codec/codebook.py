@@ -89,14 +89,15 @@ def codebook_heads(spec: CacheSpec, heads: int) -> int:
 def _key(spec: CacheSpec, heads: int) -> tuple:
     # What a codebook depends on, so that the layers of a model share one cached universal table.
     if spec.codebook == "haar":
+        heads = range(spec.first_head, spec.first_head + heads)
         return ("haar", spec.secondary, spec.seed, spec.layer, spec.role, heads)
-    return (spec.codebook, spec.secondary, 0, 0, "", 1)
+    return (spec.codebook, spec.secondary, 0, 0, "", range(1))
 
 
 @cached_table(512)
 def _secondaries(key: tuple, device: torch.device) -> Tensor:
     kind, size, seed, layer, role, heads = key
-    each = [secondary(kind, size, seed, layer, head, role) for head in range(heads)]
+    each = [secondary(kind, size, seed, layer, head, role) for head in heads]
     return torch.stack(each).to(device)
 
 
@@ -108,7 +109,7 @@ def _codewords(key: tuple, device: torch.device) -> Tensor:
 
 
 def secondaries(spec: CacheSpec, heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """Secondary codebooks of KV heads 0..heads-1, `[heads or 1, S, 4]` float32."""
+    """Secondary codebooks of `heads` KV heads from `first_head` on, `[heads or 1, S, 4]` float32."""
     return _secondaries(_key(spec, heads), torch.device(device))
 
 

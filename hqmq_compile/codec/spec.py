@@ -32,6 +32,7 @@ class CacheSpec:
     codebook: str = "universal"  # or "haar": S random quaternions per (seed, layer, head, role)
     seed: int = 0
     layer: int = 0
+    first_head: int = 0  # number of the first KV head in the model; heads may be spread over ranks
     scale: str = "log8"  # 8-bit log per 64 elements; or "float16": one per token
     least_squares: bool = True  # radius <x, c>/<c, c>; False: the norm, as in the paper
     zero_level: bool = False  # True: levels 0..2^b-1 of scale, as in the paper

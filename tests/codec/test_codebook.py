@@ -173,3 +173,11 @@ def test_unshipped_size_names_the_shipped_ones_and_haar():
 def test_unknown_codebook():
     with pytest.raises(ValueError, match="unknown codebook 'e8'"):
         codebook.secondary("e8", 96)
+
+
+def test_haar_codebooks_belong_to_a_head_of_the_model():
+    whole = codebook.secondaries(HAAR, 4)
+    for first in (0, 1, 2):
+        part = codebook.secondaries(HAAR.replace(first_head=first), 2)
+        assert torch.equal(part, whole[first : first + 2])
+    assert codebook.codewords(SPEC, 2) is codebook.codewords(SPEC.replace(first_head=2), 2)
