@@ -146,6 +146,16 @@ class Float8(Baseline):
         return 8.0
 
 
+@dataclasses.dataclass
+class Stored(Codec):
+    """A cache that is run as it is, call by call (`quality.stepped`); only its bits are known here."""
+
+    width: float = 16.0
+
+    def packed_bits(self, dim: int) -> float:
+        return self.width
+
+
 # -- rotation and Lloyd-Max ------------------------------------------------------------------------
 def lloyd_max(width: int, rounds: int = 400) -> Tensor:
     """The 2^width levels that minimise the squared error for a standard normal variable."""

@@ -23,6 +23,7 @@ from .baselines import (
     RandomVQ,
     Rotated,
     Spherical,
+    Stored,
 )
 from .faithful import Codec, Method
 
@@ -71,6 +72,24 @@ BASELINES: dict[str, Callable[[], Method]] = {
     "additive VQ 5+5, helpers": lambda: helped(AdditiveVQ),
     "16 bit": lambda: Method(Codec(), Codec()),
 }
+
+
+# transformers' own caches: arguments of `QuantizedCache`. Steps and zero points: 32 bits for 64 elements.
+CACHES: dict[str, dict[str, Any]] = {
+    "QuantizedCache fp8": {"backend": "fp8"},
+    "QuantizedCache quanto 4": {"backend": "quanto", "nbits": 4},
+    "QuantizedCache quanto 2": {"backend": "quanto", "nbits": 2},
+    "QuantizedCache hqq 4": {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
+}
+
+
+def _stored(nbits: int = 8, **settings: Any) -> Method:
+    groups = nbits < 8  # which keep up to 128 tokens in 16 bits
+    codec = Stored(width=nbits + 32 / 64 * groups, block=128 if groups else 1)
+    return Method(codec, codec)
+
+
+BASELINES |= {name: lambda s=settings: _stored(**s) for name, settings in CACHES.items()}
 
 
 def _recipe(**changes: Any) -> str:
@@ -132,6 +151,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "recipe": RECIPE,
     "splits": SPLITS,
 }
+SETS["caches"] = tuple(CACHES)
 SETS["all"] = (*SETS["presets"], *SETS["baselines"])
 
 

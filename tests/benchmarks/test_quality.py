@@ -106,3 +106,15 @@ def test_codebooks_learn_from_another_text(monkeypatch):
     assert seen == ["python-source"]
     assert set(method.key.tables) == {0, 1} and method.value.tables[1].shape == (16, 4)
     assert not torch.equal(method.key.tables[0], method.value.tables[0])
+
+
+def test_caches_of_transformers_step_by_step():
+    pytest.importorskip("transformers")
+    from tests.models.tiny import prompt, tiny
+
+    model, ids = tiny("llama"), prompt(60, seed=1)
+    logits = quality.stepped(model, "QuantizedCache fp8", ids, 20, 8)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[0, 20:]
+    difference = (logits - expected).norm() / expected.norm()
+    assert logits.shape == expected.shape and 1e-3 < difference < 0.3
