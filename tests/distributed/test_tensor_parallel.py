@@ -1,0 +1,129 @@
+"""Tensor parallelism over gloo: packed caches as in one process, on every rank.
+
+The heavy part runs once: two processes for all models (`ranks.py`), whose facts the tests read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.distributed.tensor")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-4  # measured: 2e-7 to 6e-7
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def torchrun(ranks: int, folder: Path, *cases: str) -> dict[str, list[dict]]:
+    """Facts of every rank, by case."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        + [str(ranks), "-m", "tests.distributed.ranks", str(folder), *cases],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    return {case: json.loads((folder / f"{case}.json").read_text()) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("ranks")
+    return torchrun(2, folder, "divided", "llama", "qwen", "sinks")
+
+
+def check(facts: list[dict], first_heads: list[int]) -> None:
+    for rank, fact in enumerate(facts):
+        assert fact["error"] < TOLERANCE
+        assert min(fact["packed_slots"]) > 0, "nothing was packed"
+        assert fact["different"] == [0] * len(fact["bytes"]) and min(fact["bytes"]) > 0
+        assert set(fact["first_head"]) == {first_heads[rank]}
+
+
+@pytest.mark.parametrize(
+    "case, first_heads",
+    [
+        ("llama", [0, 1]),  # StaticCache, inductor, a codebook for each head
+        ("qwen", [0, 0]),  # DynamicCache, biases on keys, one codebook
+        ("sinks", [0, 1]),  # gpt-oss, sliding and full layers
+    ],
+)
+def test_generates_as_one_process_does(two_ranks, case, first_heads):
+    facts = two_ranks[case]
+    assert [fact["heads"] for fact in facts] == [1, 1]  # of two
+    check([f | {"packed_slots": f["packed_slots"][-2:]} for f in facts], first_heads)
+    assert facts[0]["tokens"] == facts[1]["tokens"]
+
+
+def test_compiled_graphs_are_not_shared_between_heads(two_ranks):
+    """The second session comes from inductor's cache on disk, to which all ranks wrote."""
+    facts = two_ranks["divided"]
+    check([fact["fresh"] for fact in facts], [0, 2])
+    check([fact["cached"] for fact in facts], [0, 2])
+    assert min(fact["cached"]["hits"] for fact in facts) > 0
+
+
+def test_ranks_that_hold_the_same_head(tmp_path):
+    facts = torchrun(4, tmp_path, "copied")["copied"]
+    check([fact["fresh"] for fact in facts], [0, 0, 1, 1])
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory) -> dict[str, tuple[float, subprocess.Popen, str]]:
+    """By case: seconds, process and output of rank 0, whose peer stops in the middle."""
+    folder = tmp_path_factory.mktemp("broken")
+    started = {case: start(2, folder, case) for case in ("raises", "hangs")}
+    found = {}
+    for case, (first, second) in started.items():
+        try:
+            for line in first.stdout:  # until both have compiled and called the model
+                if "at work" in line:
+                    break
+            begin = time.monotonic()
+            output, _ = first.communicate(timeout=60)
+            found[case] = time.monotonic() - begin, first, output
+        finally:
+            for process in (first, second):
+                process.kill()
+                process.wait()
+    return found
+
+
+def start(ranks: int, folder: Path, case: str) -> list[subprocess.Popen]:
+    """Processes without torchrun, which would end the others when one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.ranks", str(folder), case],
+            cwd=ROOT,
+            env=ENVIRONMENT | world | {"RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    "case, words", [("raises", "Connection closed by peer"), ("hangs", "Timed out")]
+)
+def test_a_rank_that_stops_is_an_error_on_the_others(broken, case, words):
+    seconds, process, output = broken[case]
+    assert process.returncode != 0
+    assert "RuntimeError" in output and words in output, output[-4000:]
+    assert seconds < 20  # the process group waits five
