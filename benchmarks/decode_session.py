@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hqmq_compile.cache.adopt import adopt
+from hqmq_compile.cache.adopt import adopt, swap_out
 from hqmq_compile.config import HQMQConfig
 
 from . import gpu, kv_data, shapes
@@ -58,10 +59,16 @@ def open_session(model: Any, contender: Contender, length: int) -> Session:
     return session
 
 
-def fill(session: Session, batch: int, context: int, config: HQMQConfig | None) -> None:
-    """Random keys and values in `context` slots of every layer, packed at once if `config` is given."""
+def fill(
+    session: Session, batch: int, context: int, config: HQMQConfig | None, packed: bool = True
+) -> None:
+    """Random keys and values in `context` slots of every layer, packed at once if there is a config.
+
+    Not `packed`: plain tensors, of what packed ones hold, so that logits can be compared.
+    """
     model, cache = session.model, session.cache
     layers, heads, dim = shapes.dims(model.config)
+    heads //= model.tp_size or 1
     options = {"device": model.device, "dtype": model.dtype}
     generator = torch.Generator(model.device).manual_seed(0)
     growing = session.kind == "dynamic"
@@ -82,11 +89,12 @@ def fill(session: Session, batch: int, context: int, config: HQMQConfig | None) 
             kv_data.fill_keys_(layer.keys[:, :, :context], generator)
             kv_data.fill_values_(layer.values[:, :, :context], generator)
             layer.cumulative_length.fill_(context)
-        if config is not None:
-            for role, tensor in (("key", layer.keys), ("value", layer.values)):
-                spec = config.spec(role, dim, model.dtype, index)
-                written = None if growing else context
-                adopt(tensor, spec, written, growing=growing, write=kv_data.write)
+        for role, tensor in (("key", layer.keys), ("value", layer.values)) if config else ():
+            spec = config.spec(role, dim, model.dtype, index)
+            written = None if growing else context
+            adopt(tensor, spec, written, growing=growing, write=kv_data.write)
+            if not packed:
+                swap_out(tensor)
 
 
 def size_of(session: Session) -> int:
@@ -105,7 +113,13 @@ class Result:
     logits: torch.Tensor
 
 
-def measure(session: Session, batch: int, steps: int, warmup: int) -> Result:
+def measure(
+    session: Session,
+    batch: int,
+    steps: int,
+    warmup: int,
+    timed_steps: Callable[[gpu.Call, int], gpu.Steps] = gpu.timed_steps,
+) -> Result:
     """Decode `warmup` tokens, which compiles, and then `steps` tokens."""
     from torch._dynamo.utils import counters
 
@@ -122,7 +136,7 @@ def measure(session: Session, batch: int, steps: int, warmup: int) -> Result:
     for _ in range(warmup - 1):
         step()
     graphs = counters["stats"]["unique_graphs"]
-    timed = gpu.timed_steps(step, steps)
+    timed = timed_steps(step, steps)
     notes = [f"{counters['stats']['unique_graphs']} graphs"]
     if counters["stats"]["unique_graphs"] != graphs:
         notes.append("COMPILED WHILE MEASURED")
@@ -147,12 +161,12 @@ def run_contender(
     gpu.free()
     slots = -(-(context + arguments.steps + arguments.warmup) // 64) * 64
     session = open_session(model, contender, slots)
-    config = HQMQConfig.preset(arguments.preset) if contender.backend == "hqmq" else None
+    config, packed = HQMQConfig.preset(arguments.preset), contender.backend == "hqmq"
     try:
         with torch.no_grad():
-            fill(session, batch, context, config)
+            fill(session, batch, context, config, packed)
             result = measure(session, batch, arguments.steps, arguments.warmup)
-        if config is not None:
+        if packed:
             dense = sum(not getattr(t, "is_packed", False) for t in session.tensors())
             result.notes += f", {dense} CACHES NOT PACKED" if dense else ", all packed"
         return result

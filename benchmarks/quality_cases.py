@@ -201,16 +201,25 @@ def label(case: str) -> str:
     if case in BASELINES or "{" not in case:
         return case
     preset, _, fields = case.partition("{")
-    parts, own = [preset], config(case)
-    for name, change in json.loads("{" + fields).items():
-        if name in ("key", "value"):
+    return ", ".join([preset, *_described(json.loads("{" + fields), config(case))])
+
+
+def _described(changes: dict[str, Any], own: HQMQConfig) -> list[str]:
+    parts = []
+    for name, change in changes.items():
+        if name == "layers":
+            for layer, fields in change.items():
+                inner = "16 bit" if fields is None else own.for_layer(int(layer))
+                words = [inner] if fields is None else _described(fields, inner)
+                parts.append(f"layer {layer}: " + " ".join(words))
+        elif name in ("key", "value"):
             codec = getattr(own, name)
             parts.append(f"{name[0].upper()} {codec.index_bits}+{codec.radius_bits}")
-            named = {"secondary", "radius_bits"}
-            parts += [f"{k} {v}" for k, v in change.items() if k not in named]
+            known = {"secondary", "radius_bits"}
+            parts += [f"{k} {v}" for k, v in change.items() if k not in known]
         elif isinstance(change, dict):
             both = "K and V Med3x" if "roles" in change else "Med3x"
             parts.append(" ".join([both, *(f"{k} {v}" for k, v in change.items() if k != "roles")]))
         else:
             parts.append({"med3x": "no Med3x"}.get(name, f"{name} {change}"))
-    return ", ".join(parts)
+    return parts

@@ -37,6 +37,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": None,
     },
+    "llama-3-70b": {
+        "architecture": "Llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
     "tiny": {  # for tests
         "architecture": "Llama",
         "vocab_size": 64,

@@ -20,6 +20,7 @@ import torch
 from hqmq_compile.cache.buffers import LENGTH, PACKED, START, Buffers
 from hqmq_compile.cache.store import PackedKV
 from hqmq_compile.config import HQMQConfig
+from hqmq_compile.kernels import launch
 
 from . import gpu, kv_data
 from .common import Table, parser, publish, set_threads
@@ -83,8 +84,10 @@ class Step:
 
     def calls(self) -> list[gpu.Call]:
         def call(pair: list[Buffers]) -> None:
-            for spec, buffers, tokens in zip(self.specs, pair, self.tokens, strict=True):
-                kv_data.write(spec, buffers, tokens, positions=self.positions)
+            launch.write_both(
+                *self.tokens, self.specs[0], pair[0], self.specs[1], pair[1],
+                positions=self.positions,
+            )  # fmt: skip
 
         return [lambda pair=pair: call(pair) for pair in self.caches]
 

@@ -1,7 +1,7 @@
 """Encoding a tile of tokens: norms, outliers and their pool slots, nearest codewords, radii, words.
 
 The same arithmetic in the same order as `hqmq_compile/codec/codec.py`, so that both give the same
-bits (kernels that use this must be compiled with `enable_fp_fusion=False`).
+bits but for near ties (kernels that use this must be compiled with `enable_fp_fusion=False`).
 """
 
 from __future__ import annotations
@@ -134,6 +134,16 @@ def _right_product(x0, x1, x2, x3, a, b, c, d):
 
 
 @triton.jit
+def _fused_product(x0, x1, x2, x3, a, b, c, d):
+    """`_right_product` by fused operations: quicker, and rounded otherwise."""
+    w0 = tl.fma(x3, d, tl.fma(x2, c, tl.fma(x1, b, x0 * a)))
+    w1 = tl.fma(x3, c, tl.fma(x2, -d, tl.fma(x1, a, x0 * -b)))
+    w2 = tl.fma(x3, -b, tl.fma(x2, a, tl.fma(x1, d, x0 * -c)))
+    w3 = tl.fma(x3, a, tl.fma(x2, b, tl.fma(x1, -c, x0 * -d)))
+    return w0, w1, w2, w3
+
+
+@triton.jit
 def _similarity(w0, w1, w2, w3):
     """The largest inner product with a Hurwitz unit."""
     a0, a1, a2, a3 = tl.abs(w0), tl.abs(w1), tl.abs(w2), tl.abs(w3)
@@ -145,7 +155,8 @@ def _similarity(w0, w1, w2, w3):
 def nearest(x0, x1, x2, x3, tab, head, L: tl.constexpr, AT_ONCE: tl.constexpr):
     """Half index and sign bit (int32 `[T, PAD]`) of the nearest codewords.
 
-    AT_ONCE secondary codewords are tried in parallel: 1 for large tiles.
+    AT_ONCE secondary codewords are tried in parallel: 1 for large tiles. Products are rounded otherwise
+    than in the reference, so of two codewords that are equally near the other one may win.
     """
     T: tl.constexpr = x0.shape[0]
     PAD: tl.constexpr = L.pad
@@ -158,7 +169,7 @@ def nearest(x0, x1, x2, x3, tab, head, L: tl.constexpr, AT_ONCE: tl.constexpr):
         for s in range(L.secondary):
             a, b = tl.load(book + 4 * s), tl.load(book + 4 * s + 1)
             c, d = tl.load(book + 4 * s + 2), tl.load(book + 4 * s + 3)
-            w0, w1, w2, w3 = _right_product(x0, x1, x2, x3, a, b, c, d)
+            w0, w1, w2, w3 = _fused_product(x0, x1, x2, x3, a, b, c, d)
             value = _similarity(w0, w1, w2, w3)
             best = tl.where(value > most, s, best)
             most = tl.maximum(value, most)
@@ -171,7 +182,7 @@ def nearest(x0, x1, x2, x3, tab, head, L: tl.constexpr, AT_ONCE: tl.constexpr):
             b = tl.load(book + 4 * j + 1, mask=known, other=0.0)
             c = tl.load(book + 4 * j + 2, mask=known, other=0.0)
             d = tl.load(book + 4 * j + 3, mask=known, other=0.0)
-            w0, w1, w2, w3 = _right_product(y0, y1, y2, y3, a, b, c, d)
+            w0, w1, w2, w3 = _fused_product(y0, y1, y2, y3, a, b, c, d)
             value = tl.where(known, _similarity(w0, w1, w2, w3), -1.0)
             here = tl.max(value, 2)
             which = tl.min(tl.where(value == here[:, :, None], j, L.secondary - 1), 2)

@@ -275,11 +275,7 @@ def write(
     _write(spec, buffers, tokens, positions, start, keep, limit, median)
 
 
-def _write(spec, buffers, tokens, positions, start, keep, limit, median) -> torch.Tensor | None:
-    """The plan of the write (its first element is START before it); None if there is no token."""
-    from . import write as windowed
-    from . import write_now
-
+def _check_write(spec, buffers, tokens, positions, start, limit) -> None:
     _check_buffers(spec, buffers)
     _check_tokens(spec, buffers, tokens)
     n = tokens.shape[2]
@@ -292,11 +288,55 @@ def _write(spec, buffers, tokens, positions, start, keep, limit, median) -> torc
             f"hqmq: slots {start}..{start + n - 1} are outside a cache of {limit} slots;"
             " allocate a longer cache"
         )
-    if n == 0 or not tokens.numel():
+
+
+def _write(spec, buffers, tokens, positions, start, keep, limit, median) -> torch.Tensor | None:
+    """The plan of the write (its first element is START before it); None if there is no token."""
+    from . import write as windowed
+    from . import write_now
+
+    _check_write(spec, buffers, tokens, positions, start, limit)
+    if not tokens.numel():
         return None
     if spec.window:
-        return windowed.write_windowed(spec, buffers, tokens, positions, start, keep, limit)
+        cache = windowed.Cache(spec, buffers, tokens)
+        return windowed.write_windowed([cache], positions, start, keep, limit)
     return write_now.write_now(spec, buffers, tokens, positions, start, keep, limit, median)
+
+
+@_on_its_device
+def write_both(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_spec: CacheSpec,
+    key_buffers: Buffers,
+    value_spec: CacheSpec,
+    value_buffers: Buffers,
+    medians: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    positions: torch.Tensor | None = None,
+    start: int = 0,
+    keep: int = 0,
+    limit: int = 0,
+) -> torch.Tensor | None:
+    """`write` of keys and values, with a window in the same launches.
+
+    Returns the plan of the write, whose first element is START of the keys before it; None if there
+    is no token.
+    """
+    from . import write as windowed
+
+    caches = (key_spec, key_buffers, key), (value_spec, value_buffers, value)
+    _check_spec(key.device, key_spec, value_spec)
+    if not all(spec.window for spec, *_ in caches):
+        pairs = zip(caches, medians, strict=True)
+        plans = [_write(*c, positions, start, keep, limit, median) for c, median in pairs]
+        return plans[0]
+    for cache in caches:
+        _check_write(*cache, positions, start, limit)
+    if not caches[0][2].numel():
+        return None
+    pair = [windowed.Cache(*cache) for cache in caches]
+    return windowed.write_windowed(pair, positions, start, keep, limit)
 
 
 @_on_its_device
@@ -365,8 +405,10 @@ def write_attend(
         )  # fmt: skip
     plan = None
     if closes if out is not None else opens:
-        plan = _write(key_spec, key_buffers, key, positions, start, keep, limit, key_median)
-        _write(value_spec, value_buffers, value, positions, start, keep, limit, value_median)
+        plan = write_both(
+            key, value, key_spec, key_buffers, value_spec, value_buffers,
+            (key_median, value_median), positions, start, keep, limit,
+        )  # fmt: skip
     if out is not None:
         return out
     origin = key_buffers.state if plan is None else plan

@@ -1,17 +1,20 @@
 """Writing with a window: new tokens enter the 16-bit ring, blocks behind the window are packed.
 
-All decisions are taken on the device, from the state vector and the position, and the number of
-launches depends on n alone:
-
-    n <= block     `step_kernel` does everything, one program a head
-    n > block      `pack_kernel` encodes the completed blocks in parallel; then `commit_kernel` writes
-                   the ring, the sinks and the state, as a small plan tells it
+Two launches serve keys and values at once: `pack_kernel` encodes the blocks that the write completes,
+and `commit_kernel` then writes the ring, the sinks and the state, as a small plan tells it. All
+decisions are taken on the device, from the state vector and the position; the launches depend on
+shapes alone. A long write has a program for each block, a short one several for the same block: they
+all find its mean, median and outliers, and search the nearest codewords of some tokens each.
 
 A rewind first packs what the ring still holds. The reference is `_write_windowed` in
 `hqmq_compile/cache/write.py`.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -39,7 +42,8 @@ from .read import (
 OLD_START, SLOT, COUNT, KEPT, END, OLD_EXTENT, NEW_START, NEW_PACKED, NEW_LENGTH, NEW_EXTENT = (
     tl.constexpr(i) for i in range(10)
 )
-PLAN_SIZE = 16
+PLAN_SIZE = tl.constexpr(16)
+PARTS = 8  # programs that share a block of a short write
 
 
 @triton.jit
@@ -72,12 +76,11 @@ def commit_state(state, start, packed, length, extent):
 
 @triton.jit
 def _pack_and_plan(
-    buf, tab, tokens, strides, positions, heads, capacity, start, n, keep, limit, multiplier,
-    L: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    buf, tab, tokens, strides, positions, plan, heads, capacity, start, n, keep, limit, multiplier,
+    L: tl.constexpr, PARTS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Packs this program's share of the blocks that the write completes, and plans the rest.
 
-    Returns old start, slot, count, kept, end, extent, and the new start, packed, length, extent.
     The tokens are `count` from `slot` on. What comes before them and stays, slots kept..slot-1, is
     read as if the sequence ended at `end` with all of it packed.
     """
@@ -110,7 +113,8 @@ def _pack_and_plan(
     to_pack = tl.maximum((new_packed - first) // T, 0).to(tl.int32)
     flush_first = tl.maximum(packed, new_packed)
     to_flush = tl.maximum((flush_stop - flush_first) // T, 0).to(tl.int32)
-    for i in range(tl.program_id(1), to_pack + to_flush, tl.num_programs(1)):
+    part = tl.program_id(1) % PARTS
+    for i in range(tl.program_id(1) // PARTS, to_pack + to_flush, tl.num_programs(1) // PARTS):
         flush = i >= to_pack
         block_first = tl.where(flush, flush_first + (i - to_pack) * T, first + i * T)
         # Before the tokens come, the sequence ends where it is rewound to.
@@ -130,10 +134,26 @@ def _pack_and_plan(
         inside = (tl.arange(0, PAD) < L.chunks)[None, :]
         x0, x1 = tl.where(inside, x0, 0.0), tl.where(inside, x1, 0.0)
         x2, x3 = tl.where(inside, x2, 0.0), tl.where(inside, x3, 0.0)
-        pack_block(buf, tab, x0, x1, x2, x3, bh, head, capacity, block_first, multiplier, L)
-    return (
-        old_start, slot, count, kept, end, extent, new_start, new_packed, new_length, new_extent
-    )  # fmt: skip
+        # A block that also holds packed tokens is read from where it goes: one program does it all.
+        shared = (flush == 0) & (block_first >= packed) & (slot <= length)
+        begin = tl.where(shared, part, 0)
+        parts = tl.where(shared, part + 1, tl.where(part == 0, PARTS, 0))
+        if parts > begin:
+            pack_block(
+                buf, tab, x0, x1, x2, x3, bh, head, capacity, block_first, multiplier, begin, parts,
+                PARTS, L,
+            )  # fmt: skip
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(plan + OLD_START, old_start)
+        tl.store(plan + SLOT, slot)
+        tl.store(plan + COUNT, count)
+        tl.store(plan + KEPT, kept)
+        tl.store(plan + END, end)
+        tl.store(plan + OLD_EXTENT, extent)
+        tl.store(plan + NEW_START, new_start)
+        tl.store(plan + NEW_PACKED, new_packed)
+        tl.store(plan + NEW_LENGTH, new_length)
+        tl.store(plan + NEW_EXTENT, new_extent)
 
 
 @triton.jit
@@ -163,12 +183,13 @@ def _store_tokens(
 
 
 @triton.jit
-def _store_recent(
-    buf, tab, tokens, strides, heads, capacity, slot, count, kept, end, extent, new_packed,
-    L: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """Writes this program's share of the tiles of ring and sinks."""
+def _commit(buf, tab, tokens, strides, plan, heads, capacity, L: tl.constexpr, T: tl.constexpr):
+    """Writes this program's share of the tiles of ring and sinks; one program writes the state."""
     bh = tl.program_id(0)
+    slot, count, end = tl.load(plan + SLOT), tl.load(plan + COUNT), tl.load(plan + END)
+    kept, extent, new_packed = (
+        tl.load(plan + KEPT), tl.load(plan + OLD_EXTENT), tl.load(plan + NEW_PACKED)
+    )  # fmt: skip
     stop = slot + count
     _store_tokens(
         buf.ring, L.ring, buf, tab, tokens, strides, bh, heads, capacity, slot, count, end, extent,
@@ -179,106 +200,102 @@ def _store_recent(
             buf.sinks, L.sinks, buf, tab, tokens, strides, bh, heads, capacity, slot, count, end,
             extent, tl.minimum(slot, end), tl.minimum(stop, L.sinks), L, T,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["start", "n", "keep", "limit"])
-def step_kernel(
-    buf, tab, tokens, strides, positions, plan, heads, capacity, start, n, keep, limit, multiplier,
-    L: tl.constexpr, T: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """The whole write of a few tokens; grid `(B * H,)`. The last program commits the state."""
-    old_start, slot, count, kept, end, extent, new_start, new_packed, new_length, new_extent = (
-        _pack_and_plan(
-            buf, tab, tokens, strides, positions, heads, capacity, start, n, keep, limit,
-            multiplier, L, HAS_POSITIONS,
-        )
-    )  # fmt: skip
-    tl.debug_barrier()  # the blocks were read from the ring that is written now
-    _store_recent(
-        buf, tab, tokens, strides, heads, capacity, slot, count, kept, end, extent, new_packed, L, T
-    )
-    if last_to_arrive(buf.state):
-        tl.store(plan + OLD_START, old_start)
-        commit_state(buf.state, new_start, new_packed, new_length, new_extent)
-
-
-@triton.jit(do_not_specialize=["start", "n", "keep", "limit"])
-def pack_kernel(
-    buf, tab, tokens, strides, positions, plan, heads, capacity, start, n, keep, limit, multiplier,
-    L: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """Packs the blocks that a write completes; grid `(B * H, programs that share the blocks)`."""
-    old_start, slot, count, kept, end, extent, new_start, new_packed, new_length, new_extent = (
-        _pack_and_plan(
-            buf, tab, tokens, strides, positions, heads, capacity, start, n, keep, limit,
-            multiplier, L, HAS_POSITIONS,
-        )
-    )  # fmt: skip
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(plan + OLD_START, old_start)
-        tl.store(plan + SLOT, slot)
-        tl.store(plan + COUNT, count)
-        tl.store(plan + KEPT, kept)
-        tl.store(plan + END, end)
-        tl.store(plan + OLD_EXTENT, extent)
-        tl.store(plan + NEW_START, new_start)
-        tl.store(plan + NEW_PACKED, new_packed)
-        tl.store(plan + NEW_LENGTH, new_length)
-        tl.store(plan + NEW_EXTENT, new_extent)
-
-
-@triton.jit
-def commit_kernel(
-    buf, tab, tokens, strides, plan, heads, capacity, L: tl.constexpr, T: tl.constexpr
-):
-    """Writes ring, sinks and state; grid `(B * H, programs that share the tiles of T slots)`."""
-    new_packed = tl.load(plan + NEW_PACKED)
-    _store_recent(
-        buf, tab, tokens, strides, heads, capacity, tl.load(plan + SLOT), tl.load(plan + COUNT),
-        tl.load(plan + KEPT), tl.load(plan + END), tl.load(plan + OLD_EXTENT), new_packed, L, T,
-    )  # fmt: skip
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+    if (bh == 0) & (tl.program_id(1) == 0):
         commit_state(
             buf.state, tl.load(plan + NEW_START), new_packed, tl.load(plan + NEW_LENGTH),
             tl.load(plan + NEW_EXTENT),
         )  # fmt: skip
 
 
-def write_windowed(
-    spec: CacheSpec,
-    buffers: Buffers,
-    tokens: torch.Tensor,
-    positions: torch.Tensor | None,
-    start: int,
-    keep: int,
-    limit: int,
-) -> torch.Tensor:
-    """Write `tokens` `[B, H, n, D]` at logical slots from `positions[0]` or `start` on, in place.
+@triton.jit(do_not_specialize=["start", "n", "keep", "limit"])
+def pack_kernel(
+    buf, tab, tokens, strides, capacity, multiplier, buf2, tab2, tokens2, strides2, capacity2,
+    multiplier2, positions, plan, heads, start, n, keep, limit,
+    L: tl.constexpr, L2: tl.constexpr, PARTS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    WAITED_FOR: tl.constexpr,
+):  # fmt: skip
+    """Packs what a write completes; grid `(B * H, blocks at once * PARTS, caches)`.
 
-    Returns the plan, int64; its first element is START before the write.
+    L2: layout of the second cache, or None. WAITED_FOR: `commit_kernel` starts while this runs.
     """
-    batch, heads, n, _ = tokens.shape
-    L = layout(spec)
-    plan = torch.empty(PLAN_SIZE, dtype=torch.int64, device=tokens.device)
-    tokens, strides = token_arguments(tokens, buffers.state)
-    table = tables(spec, heads, tokens.device)
-    arguments = (
-        buffers, table, tokens, strides, buffers.state if positions is None else positions, plan,
-        heads, buffers.capacity, start, n, keep, limit, float(spec.med3x),
-    )  # fmt: skip
+    if WAITED_FOR:
+        tl.extra.cuda.gdc_launch_dependents()
+    if L2 is None or tl.program_id(2) == 0:
+        _pack_and_plan(
+            buf, tab, tokens, strides, positions, plan, heads, capacity, start, n, keep, limit,
+            multiplier, L, PARTS, HAS_POSITIONS,
+        )  # fmt: skip
+    else:
+        _pack_and_plan(
+            buf2, tab2, tokens2, strides2, positions, plan + PLAN_SIZE, heads, capacity2, start, n,
+            keep, limit, multiplier2, L2, PARTS, HAS_POSITIONS,
+        )  # fmt: skip
+
+
+@triton.jit
+def commit_kernel(
+    buf, tab, tokens, strides, capacity, multiplier, buf2, tab2, tokens2, strides2, capacity2,
+    multiplier2, plan, heads,
+    L: tl.constexpr, L2: tl.constexpr, T: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Writes ring, sinks and state; grid `(B * H, programs that share the tiles of T slots, caches)`."""
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    if L2 is None or tl.program_id(2) == 0:
+        _commit(buf, tab, tokens, strides, plan, heads, capacity, L, T)
+    else:
+        _commit(buf2, tab2, tokens2, strides2, plan + PLAN_SIZE, heads, capacity2, L2, T)
+
+
+class Cache(NamedTuple):
+    """One cache of a write, and the tokens `[B, H, n, D]` that go there."""
+
+    spec: CacheSpec
+    buffers: Buffers
+    tokens: torch.Tensor
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel may start while the one that it waits for still runs (PDL)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def write_windowed(
+    caches: Sequence[Cache], positions: torch.Tensor | None, start: int, keep: int, limit: int
+) -> torch.Tensor:
+    """Write into one cache, or into two of the same batch, heads and number of tokens, in place.
+
+    The tokens go to logical slots from `positions[0]` or `start` on. Returns the plan of the first
+    cache, int64; its first element is START before the write.
+    """
+    batch, heads, n, _ = caches[0].tokens.shape
+    device = caches[0].tokens.device
+    plan = torch.empty(len(caches) * PLAN_SIZE.value, dtype=torch.int64, device=device)
+    arguments, layouts = [], []
+    for spec, buffers, tokens in (caches[0], caches[-1]):
+        tokens, strides = token_arguments(tokens, buffers.state)
+        arguments += [
+            buffers, tables(spec, heads, device), tokens, strides, buffers.capacity,
+            float(spec.med3x),
+        ]  # fmt: skip
+        layouts.append(layout(spec))
     options = {
-        "L": L,
-        "HAS_POSITIONS": positions is not None,
-        "num_warps": 8 if L.pad <= 32 else 16,
+        "L": layouts[0],
+        "L2": layouts[1] if len(caches) == 2 else None,
         "enable_fp_fusion": False,
     }
-    if n <= spec.block:
-        step_kernel[(batch * heads,)](*arguments, T=16, **options)
-        return plan
-    pack_kernel[(batch * heads, n // spec.block)](*arguments, **options)
-    tile = tile_slots(L)
-    commit_kernel[(batch * heads, min(triton.cdiv(n, tile), L.ring // tile))](
-        buffers, table, tokens, strides, plan, heads, buffers.capacity,
-        L=L, T=tile, num_warps=4, enable_fp_fusion=False,
+    block = min(L.block for L in layouts)
+    parts = min(PARTS, block) if n <= block else 1
+    overlaps = _overlaps(device)
+    pack_kernel[(batch * heads, max(1, n // block) * parts, len(caches))](
+        *arguments, caches[0].buffers.state if positions is None else positions, plan, heads, start,
+        n, keep, limit, PARTS=parts, HAS_POSITIONS=positions is not None, WAITED_FOR=overlaps,
+        num_warps=8 if max(L.pad for L in layouts) <= 32 else 16, **options,
     )  # fmt: skip
+    tile = 16 if n <= block else min(tile_slots(L) for L in layouts)
+    tiles = min(triton.cdiv(n, tile), max(L.ring for L in layouts) // tile)
+    commit_kernel[(batch * heads, tiles, len(caches))](
+        *arguments, plan, heads, T=tile, WAITS=overlaps, num_warps=4, launch_pdl=overlaps, **options
+    )
     return plan

@@ -223,7 +223,7 @@ def write_now(
         fresh = buffers.state[LENGTH] == 0
         buffers.means.copy_(torch.where(fresh, first_mean(tokens), buffers.means))
     median, median_strides = _median_argument(spec, buffers, tokens, median)
-    plan = torch.empty(PLAN_SIZE, dtype=torch.int64, device=tokens.device)
+    plan = torch.empty(PLAN_SIZE.value, dtype=torch.int64, device=tokens.device)
     tokens, strides = token_arguments(tokens, buffers.state)
     rows, at_once, warps = _shape_of_encode(L, n)
     encode_kernel[(batch * heads, triton.cdiv(n - 1, spec.block) + 1)](

@@ -15,7 +15,6 @@ KERNELS = {
     "encode_kernel",
     "pack_kernel",
     "reduce_kernel",
-    "step_kernel",
 }
 
 

@@ -71,5 +71,6 @@ def test_dequantize_int64_offsets(device):
     tokens = random_tokens(spec, 1, heads, 1000)
     launch.write(spec, buffers, tokens.to(device))
     expected = filled(spec, heads=heads, slots=1024, writes=((0, 1000),))
-    out = launch.dequantize(spec, buffers, 1000)
-    torch.testing.assert_close(out.cpu(), dequantize(spec, expected, 1000), rtol=1e-2, atol=1e-2)
+    out = launch.dequantize(spec, buffers, 1000).cpu()
+    error = (out - dequantize(spec, expected, 1000)).abs().unflatten(-1, (-1, 4)).amax(-1)
+    assert (error > 1e-2).float().mean() < 1e-3  # chunks between two codewords
