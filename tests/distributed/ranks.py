@@ -127,14 +127,14 @@ def sinks(folder: Path) -> dict:
 
 
 # -- plain PyTorch ---------------------------------------------------------------------------------
-def attends(kv_heads: int, mesh, first: int) -> dict:
-    """A session of one attention, twice: the second time from inductor's cache on disk."""
+def attends(kv_heads: int, mesh, first: int, sessions: int) -> list[dict]:
+    """Sessions of one attention: the second one comes from inductor's cache on disk."""
     torch._dynamo.reset()
     config = CONFIGS["haar"]
     whole = Attention(kv_heads)
     expected = whole.session(compiled(whole.forward, config))
     facts = []
-    for _ in range(2):
+    for _ in range(sessions):
         torch._dynamo.reset()
         counters.clear()
         model = Attention(kv_heads, mesh)
@@ -147,20 +147,20 @@ def attends(kv_heads: int, mesh, first: int) -> dict:
                 "hits": counters["inductor"]["fxgraph_cache_hit"],
             }
         )
-    return {"fresh": facts[0], "cached": facts[1]}
+    return facts
 
 
-def divided(folder: Path) -> dict:
+def divided(folder: Path) -> list[dict]:
     """Four KV heads over all ranks."""
     hqmq_compile.backend.compile_fx = INDUCTOR
     world, rank = dist.get_world_size(), dist.get_rank()
-    return attends(4, dist.init_device_mesh("cpu", (world,)), rank * 4 // world)
+    return attends(4, dist.init_device_mesh("cpu", (world,)), rank * 4 // world, 2)
 
 
-def copied(folder: Path) -> dict:
+def copied(folder: Path) -> list[dict]:
     """Two KV heads over four ranks: each on two of them."""
     hqmq_compile.backend.compile_fx = only_rewritten
-    return attends(2, dist.init_device_mesh("cpu", (2, 2)), dist.get_rank() // 2)
+    return attends(2, dist.init_device_mesh("cpu", (2, 2)), dist.get_rank() // 2, 1)
 
 
 # -- failures --------------------------------------------------------------------------------------

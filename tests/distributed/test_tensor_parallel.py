@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,22 @@ TOLERANCE = 1e-4  # measured: 2e-7 to 6e-7
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def torchrun(ranks: int, folder: Path, *cases: str) -> dict[str, list[dict]]:
-    """Facts of every rank, by case."""
+def torchrun(ranks: int, *module: str) -> None:
+    """Run a module with its arguments on every rank."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        + [str(ranks), "-m", "tests.distributed.ranks", str(folder), *cases],
+        + [str(ranks), "-m", *module],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-8000:]
+
+
+def facts_of(ranks: int, folder: Path, *cases: str) -> dict[str, list[dict]]:
+    """Facts of every rank, by case."""
+    torchrun(ranks, "tests.distributed.ranks", str(folder), *cases)
     return {case: json.loads((folder / f"{case}.json").read_text()) for case in cases}
 
 
@@ -40,10 +46,10 @@ def torchrun(ranks: int, folder: Path, *cases: str) -> dict[str, list[dict]]:
 def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("ranks")
-    return torchrun(2, folder, "divided", "llama", "qwen", "sinks")
+    return facts_of(2, folder, "divided", "llama", "qwen", "sinks")
 
 
-def check(facts: list[dict], first_heads: list[int]) -> None:
+def check(facts: Sequence[dict], first_heads: list[int]) -> None:
     for rank, fact in enumerate(facts):
         assert fact["error"] < TOLERANCE
         assert min(fact["packed_slots"]) > 0, "nothing was packed"
@@ -69,14 +75,28 @@ def test_generates_as_one_process_does(two_ranks, case, first_heads):
 def test_compiled_graphs_are_not_shared_between_heads(two_ranks):
     """The second session comes from inductor's cache on disk, to which all ranks wrote."""
     facts = two_ranks["divided"]
-    check([fact["fresh"] for fact in facts], [0, 2])
-    check([fact["cached"] for fact in facts], [0, 2])
-    assert min(fact["cached"]["hits"] for fact in facts) > 0
+    for session in zip(*facts, strict=True):
+        check(session, [0, 2])
+    assert min(fact["hits"] for fact in session) > 0
 
 
 def test_ranks_that_hold_the_same_head(tmp_path):
-    facts = torchrun(4, tmp_path, "copied")["copied"]
-    check([fact["fresh"] for fact in facts], [0, 0, 1, 1])
+    facts = facts_of(4, tmp_path, "copied")["copied"]
+    check([fact for (fact,) in facts], [0, 0, 1, 1])
+
+
+def test_benchmark(tmp_path):
+    pytest.importorskip("transformers")
+    one = {"hqmq": {"rate": 1.0, "cache": 2}, "inductor": {"rate": 1.0, "cache": 2}}
+    title = "tiny, 2 of 2 layers, float32, ranks, default"
+    left = json.dumps({"title": title, "found": {"200, B=2": one}})
+    (tmp_path / "tensor_parallel_1.json").write_text(left)
+    output = tmp_path / "tensor_parallel_2.md"
+    options = "--model tiny --layers 0 --dtype float32 --mode default --cases 200,2 --steps 2"
+    options += f" --warmup 2 --contenders hqmq --output {output}"
+    torchrun(2, "benchmarks.tensor_parallel", *options.split())
+    text = output.read_text()
+    assert "all packed" in text and "From one GPU to 2" in text
 
 
 @pytest.fixture(scope="module")
