@@ -12,7 +12,8 @@ call then finds packed caches. Every contender decodes greedily with its own com
 `bf16 split-KV` is the same model under inductor with our own bf16 kernel (`benchmarks/bf16_split_kv.py`)
 in place of attention; `inductor` is what users run. The peak is the allocator's, over the measured
 steps; resident is what is allocated after them. The bf16 caches hold what the packed ones stand for, and
-"Logits" is the relative difference of the first logits to those of bf16 split-KV. With `--fit`, the largest batch whose caches can be allocated beside the weights.
+"Logits" is the relative difference of the first logits to those of bf16 split-KV. With `--fit`, the
+largest batch whose caches can be allocated beside the weights.
 """
 
 from __future__ import annotations
