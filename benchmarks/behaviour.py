@@ -202,7 +202,7 @@ def main() -> None:
     set_threads(o.threads)
     o.records.parent.mkdir(parents=True, exist_ok=True)
     run(o)
-    publish("behaviour", __doc__, tables(o), o.output)
+    publish("behaviour", __doc__, tables(o), o.output, timed=False)
 
 
 if __name__ == "__main__":

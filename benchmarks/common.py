@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -121,9 +122,24 @@ class Table:
             console.print(note)
 
 
-def publish(name: str, about: str, tables: Sequence[Table], output: Path | None = None) -> Path:
-    """Show `tables` and write them with the head of `machine` to `results/<name>.md`, or `output`."""
+def publish(
+    name: str,
+    about: str,
+    tables: Sequence[Table],
+    output: Path | None = None,
+    *,
+    module: str | None = None,
+    timed: bool = True,
+) -> Path:
+    """Show `tables` and write them with the head of `machine` to `results/<name>.md`, or `output`.
+
+    Args:
+        module: that was run, if it is not called `name`.
+        timed: whether the figures depend on the load of the machine.
+    """
     facts = machine()
+    if not timed:
+        del facts["load"]
     for table in tables:
         table.show()
     path = output or RESULTS / f"{name}.md"
@@ -131,7 +147,10 @@ def publish(name: str, about: str, tables: Sequence[Table], output: Path | None 
     head = [f"# {name}", "", about.strip(), ""]
     head += [f"- {key}: {value}" for key, value in facts.items()]
     head += [
-        f"- command: `python -m benchmarks.{name} {' '.join(sys.argv[1:])}`".rstrip(" `") + "`",
+        f"- command: `python -m benchmarks.{module or name} {shlex.join(sys.argv[1:])}`".rstrip(
+            " `"
+        )
+        + "`",
         "",
     ]
     path.write_text("\n".join(head) + "\n" + "\n".join(t.markdown() for t in tables))

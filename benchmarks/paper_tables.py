@@ -153,7 +153,7 @@ def main() -> None:
     shown = [published()]
     for model in o.models:
         shown += tables(model, quality.shape_of(load(model)[0])[2], records)
-    publish("paper_tables", __doc__, shown, o.output)
+    publish("paper_tables", __doc__, shown, o.output, timed=False)
 
 
 if __name__ == "__main__":

@@ -279,10 +279,19 @@ def run(o: argparse.Namespace) -> None:
                 file.write(json.dumps(record) + "\n")
 
 
+def _is_known(case: str) -> bool:
+    try:
+        return bool(method(case))
+    except ValueError:
+        return False
+
+
 def options() -> argparse.Namespace:
     result = parser(__doc__, model=None)
     result.add_argument("--models", nargs="+", default=["smollm2", "qwen2.5-coder", "gemma3-270m"])
-    result.add_argument("--cases", nargs="+", default=["presets"], help="cases or sets of cases")
+    result.add_argument(
+        "--cases", nargs="+", default=["presets"], help="cases or sets; 'recorded': all there are"
+    )
     result.add_argument("--texts", nargs="+", default=list(TEXTS), help="of benchmarks.models")
     result.add_argument("--tokens", type=int, default=2048)
     result.add_argument("--skip", type=int, default=0, help="tokens of each text to leave out")
@@ -299,7 +308,11 @@ def options() -> argparse.Namespace:
     result.add_argument("--records", type=Path, default=RESULTS / "quality.jsonl")
     result.add_argument("--name", default="quality", help="of the table, the CSV and the plots")
     result.add_argument("--no-plot", action="store_true")
+    result.add_argument("--only-report", action="store_true", help="measure nothing")
     o = result.parse_args()
+    if o.cases == ["recorded"]:
+        o.cases = list(dict.fromkeys(r["case"] for r in read(o.records) if _is_known(r["case"])))
+        o.only_report = True
     o.cases = named(o.cases)
     for case in o.cases:
         method(case)  # a wrong name fails before hours of work
@@ -309,7 +322,8 @@ def options() -> argparse.Namespace:
 def main() -> None:
     o = options()
     set_threads(o.threads)
-    run(o)
+    if not o.only_report:
+        run(o)
     from .quality_report import report
 
     wanted = [key_of(o, m, t, c) for m in o.models for t in o.texts for c in o.cases]

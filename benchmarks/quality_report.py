@@ -189,4 +189,4 @@ def report(
                 draw(model, points, folder / f"{name}-{Path(model).name}.png")
             except ImportError:
                 print("no plots: pip install matplotlib")
-    publish(name, about, tables, output)
+    publish(name, about, tables, output, module="quality", timed=False)
