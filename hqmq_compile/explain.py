@@ -63,6 +63,7 @@ class GraphReport:
     seconds: dict[str, float]
     problem: str = ""  # why the whole graph was left alone
     fallback: str = ""  # why a call of it ran without compression, last time
+    kernel: str = "auto"  # as configured
     live: list[weakref.ref] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -108,15 +109,31 @@ class Report:
 
         Of a growing cache's tensors, which share their buffers, only the newest counts.
         """
-        found: dict[int, torch.Tensor] = {}
-        for ref in (ref for graph in self.graphs for ref in graph.live):
-            tensor = ref()
-            if tensor is None or not getattr(tensor, "is_packed", False):  # or unpacked since
-                continue
-            place = tensor.packed.parts[0].buffers.codes.data_ptr()
-            if place not in found or tensor.numel() >= found[place].numel():
-                found[place] = tensor
+        return [tensor for tensor, _ in self._live()]
+
+    def _live(self) -> list[tuple[torch.Tensor, GraphReport]]:
+        found: dict[int, tuple[torch.Tensor, GraphReport]] = {}
+        for graph in self.graphs:
+            for tensor in (ref() for ref in graph.live):
+                if tensor is None or not getattr(tensor, "is_packed", False):  # or unpacked since
+                    continue
+                place = tensor.packed.parts[0].buffers.codes.data_ptr()
+                if place not in found or tensor.numel() >= found[place][0].numel():
+                    found[place] = tensor, graph
         return list(found.values())
+
+    @property
+    def kernels(self) -> list[str]:
+        """What serves the live caches: "C++", "Triton", or "plain torch: " and why."""
+        from .ops import served_by
+
+        return sorted(
+            {
+                served_by(graph.kernel, part.buffers.codes.device, part.spec)
+                for tensor, graph in self._live()
+                for part in tensor.packed.parts
+            }
+        )
 
     @property
     def stored_bytes(self) -> int:
@@ -163,6 +180,7 @@ class Report:
                 f" {self.logical_bytes:,} logical ({self.stored_bytes / self.logical_bytes:.3f},"
                 f" {self.bits_per_element:.2f} bits an element)"
             )
+            lines.append(f"attention of few query tokens by {', '.join(self.kernels)}")
         return "\n".join(lines)
 
 

@@ -104,6 +104,21 @@ def _fused(kernel: str, query: torch.Tensor, heads: int, *specs: CacheSpec) -> C
     return read_tile
 
 
+def served_by(kernel: str, device: torch.device, spec: CacheSpec) -> str:
+    """What computes attention of few query tokens to a cache: "C++", "Triton", or "plain torch: why"."""
+    if kernel == "torch":
+        return "plain torch: kernel='torch'"
+    if kernel == "auto" and device.type == "cpu":
+        from .kernels import cpu
+
+        reason = cpu.why_not(spec)
+        return f"plain torch: {reason}" if reason else "C++"
+    from .kernels import launch
+
+    reason = launch.why_not(device, spec)
+    return f"plain torch: {reason}" if reason else "Triton"
+
+
 def _consecutive(positions: torch.Tensor | None, start: int, count: int) -> int | None:
     """The first slot if the slots follow each other, else None."""
     if positions is None:

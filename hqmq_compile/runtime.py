@@ -50,6 +50,7 @@ class CompiledGraph:
         self.rewritten = result.rewritten
         self.compiled = compiled
         self.report = report
+        report.kernel = kernel
         self.sizes = Sizes(result.infos)
         self._warned: set[str] = set()
 

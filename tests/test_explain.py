@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import hqmq_compile
 from hqmq_compile import HQMQConfig, HQMQTensor
+from hqmq_compile.kernels import cpu
 from tests.compare import Pair, cheap
 from tests.configs import CONFIGS
 from tests.hand_written import BATCH, DIM, HEADS, ROOM, index_copied
@@ -60,6 +62,21 @@ def test_memory_of_a_long_growing_cache():
     # Heads of 16 elements: scales and means weigh more than in real models.
     assert 4 < report.bits_per_element < 9
     assert report.stored_bytes < report.logical_bytes / 4  # of float32
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_says_what_computes(kernel, monkeypatch):
+    config = dataclasses.replace(CONFIGS["16"], kernel=kernel)
+    pair = Pair("llama", "static", config)
+    pair.calls_of(37, 1)
+    report = hqmq_compile.explain(pair.model)
+    if kernel == "torch":
+        assert report.kernels == ["plain torch: kernel='torch'"]
+        return
+    if cpu.why_not(config.spec("key", 32, torch.float32)) is None:
+        assert report.kernels == ["C++"] and "query tokens by C++" in str(report)
+    monkeypatch.setattr(cpu, "why_not", lambda spec: "no compiler")
+    assert report.kernels == ["plain torch: no compiler"]
 
 
 def test_call_leaves_the_caches_alone():
