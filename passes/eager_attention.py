@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -158,14 +159,33 @@ def _has_product(node: Any) -> bool:
 
 
 def _take_mask(attention: Attention, mask: Any, logits: Any) -> Node:
-    if attention.mask is not None:
-        raise Unsupported("two masks")
     if attention.softcap is not None or attention.scale is not None:
         raise Unsupported("logits are scaled after the mask")
     if not isinstance(mask, Node):
         raise Unsupported("mask is not a tensor")
-    attention.mask = mask
+    attention.mask = mask if attention.mask is None else _both(attention.mask, mask)
     return logits
+
+
+def _both(later: Node, earlier: Node) -> Node:
+    """One mask for two, such as a position bias and a causal mask; bool ones mean True = attend.
+
+    It stands behind the one that comes last in the graph, and so in front of the logits that take it.
+    """
+    if any(rank(m) == 3 for m in (later, earlier)):  # of logits that are folded, or not
+        raise Unsupported("two masks, one of three dims")
+    order = {node: i for i, node in enumerate(later.graph.nodes)}
+    last = max(later, earlier, key=order.__getitem__)
+    hidden = [m for m in (later, earlier) if nodes.value_of(m).dtype == torch.bool]
+    if len(hidden) == 2:
+        return nodes.emit(last.graph, aten.logical_and.default, (later, earlier), after=last)
+    if not hidden:
+        return nodes.emit(last.graph, aten.add.Tensor, (earlier, later), after=last)
+    added = later if hidden[0] is earlier else earlier
+    inverted = nodes.emit(last.graph, aten.logical_not.default, (hidden[0],), after=last)
+    return nodes.emit(
+        last.graph, aten.masked_fill.Scalar, (added, inverted, -math.inf), after=inverted
+    )
 
 
 def _check_fill(fill: Any) -> None:

@@ -79,6 +79,30 @@ def capped(query, keys, values, visible, extras):
     return torch.matmul(softmax(scores, dim=-1), repeated(values))
 
 
+def biased(query, keys, values, visible, extras):
+    """A position bias, then a causal mask."""
+    scores = torch.matmul(query, repeated(keys).transpose(2, 3)) * SCALE
+    scores = scores + extras.view(1, 4, 1, 1) * 0.05 * torch.arange(keys.shape[2])
+    scores = scores + torch.where(visible, 0.0, LOW)
+    return torch.matmul(softmax(scores, dim=-1), repeated(values))
+
+
+def biased_and_filled(query, keys, values, visible, extras):
+    scores = torch.matmul(query, repeated(keys).transpose(2, 3)) * SCALE
+    scores = scores.masked_fill(~visible, float("-inf"))
+    scores = scores + extras.view(1, 4, 1, 1) * 0.05 * torch.arange(keys.shape[2])
+    return torch.matmul(softmax(scores, dim=-1), repeated(values))
+
+
+def filled_twice(query, keys, values, visible, extras):
+    """A causal mask, and every fourth key left out."""
+    scores = torch.matmul(query, repeated(keys).transpose(2, 3)) * SCALE
+    scores = torch.where(visible, scores, LOW)
+    some = (torch.arange(keys.shape[2]) % 4 == 3)[None, None, None]
+    scores = scores.masked_fill(some, LOW)
+    return torch.matmul(softmax(scores, dim=-1), repeated(values))
+
+
 def with_sinks(query, keys, values, visible, extras):
     """gpt-oss."""
     scores = torch.matmul(query, repeated(keys).transpose(2, 3)) * SCALE
@@ -113,6 +137,7 @@ def baddbmm(query, keys, values, visible, extras):
 
 
 FORMS = [gqa, scaled, additive, alibi, eager, divided, query_scaled, capped, with_sinks]
+FORMS += [biased, biased_and_filled, filled_twice]
 LATER = [einsum, baddbmm]  # found, and reported as not rewritten yet
 
 

@@ -148,6 +148,11 @@ def eager_grouped_bmm(q, k, v):
     return torch.bmm(weights, v).view(B, H, N, D)
 
 
+def eager_two_masks(q, k, v):
+    weights = q @ repeat_kv(k).mT + causal_bias() + torch.zeros(N, T)
+    return weights.softmax(-1) @ repeat_kv(v)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -159,6 +164,7 @@ def eager_grouped_bmm(q, k, v):
         sdpa_single_broadcast,
         eager_single_broadcast,
         eager_plain,
+        eager_two_masks,
         eager_scaled_query,
         eager_scaled_key,
         eager_in_place,
@@ -255,11 +261,6 @@ def three_dims(q, k, v):
     return F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0])
 
 
-def two_masks(q, k, v):
-    weights = q @ repeat_kv(k).mT + causal_bias() + torch.zeros(N, T)
-    return weights.softmax(-1) @ repeat_kv(v)
-
-
 def high_fill(q, k, v):
     mask = torch.ones(N, T, dtype=torch.bool).triu(2)
     return (q @ repeat_kv(k).mT).masked_fill(mask, -5.0).softmax(-1) @ repeat_kv(v)
@@ -277,7 +278,6 @@ def high_fill(q, k, v):
         (scaled_after_mask, "eager", "scaled after the mask"),
         (odd_head_dim, "sdpa", "head dim 6"),
         (three_dims, "sdpa", "not [B, H"),
-        (two_masks, "eager", "two masks"),
         (high_fill, "eager", "filled with -5"),
     ],
 )
