@@ -58,6 +58,25 @@ class Baseline(Codec):
         return self.code_bits(dim) + (16 / self.block if self.center else 0.0)
 
 
+@dataclasses.dataclass
+class ByLayer(Codec):
+    """One codec for the first layer, another for the rest; both with the same window and block."""
+
+    first: Codec = dataclasses.field(default_factory=Codec)
+    rest: Codec = dataclasses.field(default_factory=Codec)
+
+    def __post_init__(self) -> None:
+        self.window, self.block, self.sinks = self.rest.window, self.rest.block, self.rest.sinks
+        if (self.first.window, self.first.block) != (self.window, self.block):
+            raise ValueError("the codecs pack at different times")
+
+    def read_back(self, x: Tensor, layer: int, calls: Calls) -> Tensor:
+        return (self.rest if layer else self.first).read_back(x, layer, calls)
+
+    def bits(self, dim: int, length: int, layer: int = 0) -> float:
+        return (self.rest if layer else self.first).bits(dim, length, layer)
+
+
 # -- integers ------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Int(Baseline):

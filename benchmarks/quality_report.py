@@ -124,6 +124,49 @@ def table(model: str, points: list[Score]) -> Table:
     return result
 
 
+# Stored bits at 4,096 tokens; at most this KL, perplexity within, at least this share of equal top tokens.
+TARGETS = (
+    (3.4, 0.020, 0.030, 0.920),
+    (4.0, 0.008, 0.015, 0.950),
+    (4.6, 0.006, 0.012, 0.960),
+    (5.1, 0.004, 0.0075, 0.965),
+)
+
+
+def targets(points: list[Score]) -> Table:
+    """The best of our cases within each budget, what it misses, and who has a lower KL."""
+    columns = ("budget, model", "case", "bits", "KL", "perplexity", "top token", "misses", "better")
+    result = Table("Targets", columns)
+    for budget, kl, change, top1 in TARGETS:
+        goal = f"at most {kl}", f"within {100 * change:g} %", f"{100 * top1:g} %"
+        result.add(f"**{budget} bits**", "", "", *goal, "", "")
+        for model in dict.fromkeys(p.model for p in points):
+            some = [p for p in points if p.model == model]
+            ours = [p for p in some if p.ours and p.bits_at < budget + 0.02]
+            if not ours:
+                continue
+            best = min(ours, key=lambda p: p.kl)
+            fails = (best.kl > kl, abs(best.change) > change, best.top1 < top1)
+            missed = [n for n, f in zip(("KL", "perplexity", "top"), fails, strict=True) if f]
+            better = [p for p in some if not p.ours and p.kl < best.kl and p.bits_at < 15]
+            names = ", ".join(f"{p.case} ({p.bits_at:.2f})" for p in better)
+            result.add(
+                model,
+                label(best.case),
+                f"{best.bits_at:.2f}",
+                f"{best.kl:.4f} ± {best.kl_se:.4f}",
+                f"{100 * best.change:+.2f} ± {100 * best.change_se:.2f} %",
+                f"{100 * best.top1:.1f} ± {100 * best.top1_se:.1f} %",
+                ", ".join(missed) or "-",
+                names or "-",
+            )
+    result.notes.append(
+        "bits: at exactly 4,096 tokens. misses: by its mean, whatever the standard error. better: other "
+        "methods with a lower mean KL, and their bits."
+    )
+    return result
+
+
 def draw(model: str, points: list[Score], path: Path) -> None:
     """Stored bits against KL with error bars."""
     import matplotlib
@@ -189,4 +232,6 @@ def report(
                 draw(model, points, folder / f"{name}-{Path(model).name}.png")
             except ImportError:
                 print("no plots: pip install matplotlib")
+    if any(s.ours for s in every):
+        tables.insert(0, targets([s for s in every if s.text == "all"]))
     publish(name, about, tables, output, module="quality", timed=False)

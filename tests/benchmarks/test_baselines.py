@@ -118,3 +118,15 @@ def test_cases_by_name():
     assert len(set(labels)) == len({case for cases in SETS.values() for case in cases})
     short = '3bit{"value": {"secondary": 10, "radius_bits": 2}, "med3x": null, "block": 32}'
     assert label(short) == "3bit, V 8+2, no Med3x, block 32"
+
+
+def test_another_codec_for_the_first_layer(gaussian):
+    method = BASELINES["TurboQuant 4 bit, helpers, layer 0 int8"]()
+    plain = BASELINES["TurboQuant 4 bit, helpers"]()
+    assert db(method.key, gaussian) > 40 > db(plain.key, gaussian)
+    assert torch.equal(method.key.read_back(gaussian, 1, []), plain.key.read_back(gaussian, 1, []))
+    assert method.bits_at(DIM, 4096, 30) == pytest.approx(
+        plain.bits_at(DIM, 4096, 30) + 4 / 60, rel=0.01
+    )
+    with pytest.raises(ValueError, match="different times"):
+        b.ByLayer(first=b.Int(), rest=plain.key)

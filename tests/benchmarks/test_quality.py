@@ -118,3 +118,19 @@ def test_caches_of_transformers_step_by_step():
         expected = model(ids, use_cache=False).logits[0, 20:]
     difference = (logits - expected).norm() / expected.norm()
     assert logits.shape == expected.shape and 1e-3 < difference < 0.3
+
+
+def test_targets():
+    """The best case within a budget, and what it misses."""
+    points = quality_report.scores(
+        [
+            records([0.010, 0.010], case="3bit", bits=3.3),
+            records([0.007, 0.007], case="4bit", bits=4.0),
+            records([0.006, 0.006], case="KIVI-4", bits=5.2),
+        ]
+    )
+    rows = {row[1]: row for row in quality_report.targets(points).rows if row[1]}
+    assert set(rows) == {"3bit", "4bit"}
+    assert rows["3bit"][-2] == "-" and "KIVI-4 (5.20)" in rows["3bit"][-1]
+    last = quality_report.targets(points).rows[-1]  # 5.1 bits: still the 4 bit case, which misses
+    assert last[1] == "4bit" and "KL" in last[-2]
