@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from hqmq_compile.cache.store import PackedKV
 from hqmq_compile.config import HQMQConfig
-from hqmq_compile.kernels import launch
+from hqmq_compile.kernels import launch, served
 
 compiled: list[str] = []
 run = JITFunction.run
@@ -42,7 +42,7 @@ def compile_only(self, *args, grid, warmup, **kwargs):
 def main() -> None:
     driver.set_active(Hopper())
     JITFunction.run = compile_only
-    launch.why_not = lambda device, spec: launch._unsupported(spec)
+    launch.why_not = lambda device, spec: served.unsupported(spec)
     config = HQMQConfig()
     heads, slots = 2, 1024
     specs = [config.spec(role, 128, torch.bfloat16) for role in ("key", "value")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hqmq_compile.cache.buffers import Buffers
-from hqmq_compile.kernels import launch
+from hqmq_compile.kernels import launch, served
 from tests.kernels.kernel_cases import DEVICES, copy_to, filled, random_tokens, small
 
 
@@ -34,10 +34,10 @@ def test_why_not_names_the_reason(changes, words, device):
 def test_why_not_without_triton(monkeypatch):
     for name in ("triton", "triton.runtime.interpreter"):
         monkeypatch.setitem(sys.modules, name, None)
-    launch._interpreted.cache_clear()
+    served._interpreted.cache_clear()
     launch.why_not.cache_clear()
     assert "not installed" in launch.why_not(torch.device("cuda"), small("value"))
-    launch._interpreted.cache_clear()
+    served._interpreted.cache_clear()
     launch.why_not.cache_clear()
 
 
