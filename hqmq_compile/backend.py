@@ -94,7 +94,10 @@ def _any_grad(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
 
 
 def _plain(gm, example_inputs, inductor, reason: str) -> Callable:
-    """The graph unchanged; packed caches among its inputs are unpacked before it runs."""
+    """The graph unchanged; packed caches that it reads are unpacked before it runs.
+
+    One that only asks for a size, as graphs between two graph breaks do, does not read.
+    """
     from .passes.normalize import is_packed
 
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -104,11 +107,18 @@ def _plain(gm, example_inputs, inductor, reason: str) -> Callable:
     from .runtime import UnmatchedGraph
 
     traced, infos = normalize(gm)
-    inputs = [
-        info.value if info.packed else x for info, x in zip(infos, example_inputs, strict=True)
-    ]
-    compiled = inductor(traced, inputs)
-    return UnmatchedGraph(lambda args: compiled, reason)
+    traced.graph.eliminate_dead_code()
+    kept, inputs = [], []
+    for node, info, x in zip(
+        traced.graph.find_nodes(op="placeholder"), infos, example_inputs, strict=True
+    ):
+        if info.packed and not node.users:
+            traced.graph.erase_node(node)
+        else:
+            kept.append(info.index)
+            inputs.append(info.value if info.packed else x)
+    traced.recompile()
+    return UnmatchedGraph(inductor(traced, inputs), kept, reason)
 
 
 @functools.cache

@@ -258,17 +258,15 @@ def _returned(layout: Layout | None, store: PackedKV) -> Packed:
 class UnmatchedGraph:
     """A graph without a match that met packed caches: they become plain tensors again, then it runs."""
 
-    def __init__(self, compile_plain: Callable[[Sequence[Any]], Callable], reason: str) -> None:
-        self.compile_plain, self.reason = compile_plain, reason
-        self.compiled: Callable | None = None
+    def __init__(self, compiled: Callable, kept_args: list[int], reason: str) -> None:
+        self.compiled, self.kept_args, self.reason = compiled, kept_args, reason
 
     def __call__(self, *args: Any) -> Sequence[Any]:
+        args = [args[i] for i in self.kept_args]
         for arg in args:
             if isinstance(arg, HQMQTensor):
                 log.warning("hqmq: unpacking a cache for a graph without a match: %s", self.reason)
                 swap_out(arg)
-        if self.compiled is None:
-            self.compiled = self.compile_plain(args)
         return self.compiled(*args)
 
 

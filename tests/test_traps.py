@@ -367,3 +367,36 @@ def test_grad_enabled_with_a_cache_is_exact():
         actual, expected = model(ids, **{key: mine}).logits, twin(ids, **{key: theirs}).logits
         assert error(actual.detach(), expected.detach()) <= TYPICAL
     assert not isinstance(mine.layers[0].keys, HQMQTensor)
+
+
+# -- graphs that only ask how long a cache is --------------------------------------------------------
+def test_a_graph_that_asks_for_a_size_unpacks_nothing(warnings):
+    """`get_seq_length` between two graph breaks (hooks of accelerate, `device_map`) is such a graph."""
+    loop = Loop("index_copy", CONFIG)
+    loop(37)
+    assert loop.keys.is_packed
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return hqmq(gm, inputs)
+
+    @torch.compile(backend=backend, dynamic=True)
+    def length(keys):
+        return 0 if keys.numel() == 0 else ROOM
+
+    with torch.no_grad():
+        assert length(loop.keys) == ROOM
+    assert graphs and loop.keys.is_packed, warnings.text
+
+
+def test_a_graph_that_reads_a_cache_unpacks_it(warnings):
+    loop = Loop("index_copy", CONFIG)
+    loop(37)
+    expected = loop.keys.dequantize().sum()
+    with torch.no_grad():
+        actual = torch.compile(lambda x, keys: x + keys.sum(), backend=hqmq)(
+            torch.ones(()), loop.keys
+        )
+    torch.testing.assert_close(actual, expected + 1)
+    assert "unpacking a cache" in warnings.text
