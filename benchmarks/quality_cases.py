@@ -182,7 +182,7 @@ PAPER = ("s24_r3", "s48_r4", "s96_r4", "s192_r4", "s96_r6", "s192_r6")
 SETS: dict[str, tuple[str, ...]] = {
     "presets": (*MAIN, "paper"),
     "baselines": tuple(BASELINES),
-    "paper": PAPER,
+    "papers": PAPER,
     "recipe": RECIPE,
     "splits": SPLITS,
 }
