@@ -141,7 +141,8 @@ def run(o: Any) -> None:
                         calibrate(model, tokenizer, codecs, o.text)
                         logits = fake(model, codecs, task.ids, positions, task.prefill, 1)
                         hits = right(logits, task, positions)
-                        bits = sum(codecs.bits(shape_of(model)[2], 4096)) / 2
+                        layers, _, dim = shape_of(model)
+                        bits = sum(codecs.bits(dim, 4096, layers)) / 2
                         first = hits.index(False) if False in hits else len(hits)
                         record = {"key": keys[case], "right": sum(hits), "of": len(hits)}
                         record |= {"first": first, "bits": round(bits, 4)}
