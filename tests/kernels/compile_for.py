@@ -1,4 +1,4 @@
-"""Compiles the kernels to machine code for compute capability 9.0, without a GPU; for test_compiles.py.
+"""Compiles the kernels to machine code of a GPU that need not be there: `compile_for 90`; for test_compiles.py.
 
 Triton gets a driver that names the target, and every launch becomes a compilation. The launching
 code runs as it is, on CPU tensors, so the kernels are specialised as in real calls.
@@ -14,17 +14,20 @@ from triton.runtime.jit import JITFunction
 
 from hqmq_compile.cache.store import PackedKV
 from hqmq_compile.config import HQMQConfig
-from hqmq_compile.kernels import launch, served
+from hqmq_compile.kernels import launch, served, write
 
 compiled: list[str] = []
 run = JITFunction.run
 
 
-class Hopper:
+class Driver:
     """What Triton asks of a driver in order to compile."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
         return 0
@@ -40,8 +43,10 @@ def compile_only(self, *args, grid, warmup, **kwargs):
 
 
 def main() -> None:
-    driver.set_active(Hopper())
+    capability = int(sys.argv[1])
+    driver.set_active(Driver(capability))
     JITFunction.run = compile_only
+    write._overlaps = lambda device: capability >= 90
     launch.why_not = lambda device, spec: served.unsupported(spec)
     config = HQMQConfig()
     heads, slots = 2, 1024
