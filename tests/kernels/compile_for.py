@@ -1,4 +1,4 @@
-"""Compiles the kernels to machine code of a GPU that need not be there: `compile_for 90`; for test_compiles.py.
+"""Compiles the kernels for a GPU that need not be there: `compile_for 90`; for test_compiles.py.
 
 Triton gets a driver that names the target, and every launch becomes a compilation. The launching
 code runs as it is, on CPU tensors, so the kernels are specialised as in real calls.
